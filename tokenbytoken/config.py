@@ -1,0 +1,506 @@
+"""What a model is, as data: a decoder is a list of layers, a layer is a pair (mixer, feed-forward).
+
+Nothing here needs torch. Each mixer and feed-forward config names, as a string, the module class that
+realises it, so that a new architecture adds a config and a class and leaves ``decoder.py`` alone.
+
+>>> config = DecoderConfig.from_hf({"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+...     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+...     "intermediate_size": 14336, "rope_theta": 500000.0})
+>>> config.layers[0].mixer.group_size
+4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+__all__ = [
+    "AttentionConfig",
+    "DecoderConfig",
+    "FeedForwardConfig",
+    "LatentAttentionConfig",
+    "LayerConfig",
+    "Llama3Scaling",
+    "MambaConfig",
+    "MixerConfig",
+    "MoEConfig",
+    "RopeConfig",
+    "SwiGLUConfig",
+    "YarnScaling",
+]
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(owner).__name__}.{name} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of RoPE: long wavelengths are divided, short ones left, the middle blended.
+
+    Source: the ``rope_scaling`` block of the released configs, ``rope_type: llama3``.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN's stretching of RoPE, with DeepSeek's two attention-scale fields.
+
+    ``mscale`` scales cos and sin, ``mscale_all_dim`` the softmax; equal values cancel in the first and
+    leave the second. Source: Peng et al. 2023 (arXiv 2309.00071) and the DeepSeek-V2 configs.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding of the first ``dim`` numbers of a head.
+
+    ``interleaved`` pairs (0, 1), (2, 3), …; otherwise element i is paired with i + dim/2 (half-split).
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    interleaved: bool = False
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "dim")
+        if self.dim % 2:
+            raise ValueError(f"RopeConfig.dim must be even (numbers turn in pairs), not {self.dim}")
+        if not self.theta > 0:
+            raise ValueError(f"RopeConfig.theta must be positive, not {self.theta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Softmax attention with H query heads and K key/value heads: MHA (K = H), GQA, MQA (K = 1)."""
+
+    module: ClassVar[str] = "tokenbytoken.attention:Attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None = None
+    bias: bool = False  # on the query, key and value projections
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionConfig.num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.rope is not None and self.rope.dim > self.head_dim:
+            raise ValueError(f"RopeConfig.dim ({self.rope.dim}) exceeds head_dim ({self.head_dim})")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head, H / K."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 19)."""
+
+    module: ClassVar[str] = "tokenbytoken.latent_attention:LatentAttention"
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope: RopeConfig
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.q_lora_rank is not None:
+            _positive(self, "q_lora_rank")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even (numbers turn in pairs), not {self.qk_rope_head_dim}")
+        if self.rope.dim != self.qk_rope_head_dim:
+            raise ValueError(f"RopeConfig.dim ({self.rope.dim}) must equal qk_rope_head_dim ({self.qk_rope_head_dim})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """A Mamba-1 mixer (Gu and Dao 2023, arXiv 2312.00752); ``inner_norms`` are Jamba's, on dt, B and C."""
+
+    module: ClassVar[str] = "tokenbytoken.mamba:Mamba"
+
+    inner_size: int
+    state_size: int
+    conv_size: int
+    dt_rank: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    inner_norms: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _positive(self, "inner_size", "state_size", "conv_size", "dt_rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLUConfig:
+    """The gated feed-forward of Llama: down(silu(gate x) * (up x)) (Shazeer 2020, arXiv 2002.05202)."""
+
+    module: ClassVar[str] = "tokenbytoken.feed_forward:SwiGLU"
+
+    intermediate_size: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A mixture of SwiGLU experts and its router.
+
+    ``scoring`` turns router logits into scores; ``normalize`` divides the chosen scores by their sum;
+    ``group_score`` is how a group of experts is ranked when only ``groups_kept`` of ``num_groups`` may be
+    used; ``selection_bias`` marks DeepSeek-V3's bias, which chooses but does not weigh.
+    """
+
+    module: ClassVar[str] = "tokenbytoken.feed_forward:MoE"
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    selection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "groups_kept")
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"num_experts ({self.num_experts}) must be a multiple of num_groups ({self.num_groups})")
+        if self.groups_kept > self.num_groups:
+            raise ValueError(f"groups_kept ({self.groups_kept}) exceeds num_groups ({self.num_groups})")
+        reachable = self.num_experts // self.num_groups * self.groups_kept
+        if self.experts_per_token > reachable:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds the {reachable} within reach")
+
+
+MixerConfig = AttentionConfig | LatentAttentionConfig | MambaConfig
+FeedForwardConfig = SwiGLUConfig | MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)) unless it has none (pure Mamba)."""
+
+    mixer: MixerConfig
+    feed_forward: FeedForwardConfig | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A whole decoder: embedding, layers, final norm, output head.
+
+    ``max_positions`` is what the publisher states, and is not enforced: a state has its own limit.
+    ``mtp_layers`` counts the multi-token-prediction modules that a checkpoint stores beside the model
+    (DeepSeek-V3: one). They are counted apart, and a ``Decoder`` does not build them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    max_positions: int | None = None
+    mtp_layers: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "hidden_size")
+        if not self.layers:
+            raise ValueError("DecoderConfig.layers is empty: a decoder needs at least one layer")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], name: str = "") -> DecoderConfig:
+        """Read a Hugging Face ``config.json``.
+
+        Accepts the spelling of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
+        (``rope_parameters``). Raises ValueError, naming the field, for anything that this package
+        cannot represent; a field it does not know is ignored only if it cannot change the logits.
+        """
+        model_type = hf.get("model_type")
+        if model_type not in _READERS:
+            raise ValueError(f"model_type {model_type!r} is not one of {', '.join(sorted(_READERS))}")
+        return _READERS[model_type](_Fields(hf), name)
+
+
+# --- Hugging Face config.json ------------------------------------------------------------------------
+
+
+class _Fields:
+    """A config.json whose missing or unrepresentable fields are errors that name the field."""
+
+    def __init__(self, hf: Mapping[str, Any]) -> None:
+        self.hf = hf
+
+    def __call__(self, name: str, default: Any = ...) -> Any:
+        value = self.hf.get(name)
+        if value is None:
+            if default is ...:
+                raise ValueError(f"config field {name} is missing")
+            return default
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse a field whose value is present and is none of ``allowed``."""
+        value = self.hf.get(name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"config field {name} = {value!r} cannot be represented (only {allowed[0]!r} can)")
+
+    def rope(self, dim: int, *, interleaved: bool = False, default_theta: float = 10_000.0) -> RopeConfig:
+        new = self("rope_parameters", {})
+        block = {**self("rope_scaling", {}), **new}
+        theta = float(block.get("rope_theta", self("rope_theta", default_theta)))
+        partial = block.get("partial_rotary_factor", self("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            raise ValueError(f"config field partial_rotary_factor = {partial!r} cannot be represented (only 1.0 can)")
+        kind = block.get("rope_type", block.get("type", "default"))
+        field = "rope_parameters" if new else "rope_scaling"
+
+        def need(key: str) -> Any:
+            if block.get(key) is None:
+                raise ValueError(f"config field {field}.{key} is missing")
+            return block[key]
+
+        scaling: Llama3Scaling | YarnScaling | None
+        if kind == "default":
+            scaling = None
+        elif kind == "llama3":
+            scaling = Llama3Scaling(
+                factor=float(need("factor")),
+                low_freq_factor=float(need("low_freq_factor")),
+                high_freq_factor=float(need("high_freq_factor")),
+                original_max_positions=int(need("original_max_position_embeddings")),
+            )
+        elif kind == "yarn":
+            if block.get("truncate", True) is not True or block.get("attention_factor") is not None:
+                raise ValueError(f"config fields {field}.truncate and {field}.attention_factor cannot be represented")
+            scaling = YarnScaling(
+                factor=float(need("factor")),
+                original_max_positions=int(need("original_max_position_embeddings")),
+                beta_fast=float(block.get("beta_fast") or 32.0),
+                beta_slow=float(block.get("beta_slow") or 1.0),
+                mscale=block.get("mscale"),
+                mscale_all_dim=block.get("mscale_all_dim"),
+            )
+        else:
+            raise ValueError(
+                f"config field {field}.rope_type = {kind!r} cannot be represented (only default, llama3 and yarn can)"
+            )
+        return RopeConfig(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
+
+    def decoder(self, layers: list[LayerConfig], name: str, *, eps: float = 1e-6, tie: bool = False) -> DecoderConfig:
+        return DecoderConfig(
+            vocab_size=self("vocab_size"),
+            hidden_size=self("hidden_size"),
+            layers=tuple(layers),
+            norm_eps=float(self("rms_norm_eps", eps)),
+            tie_embeddings=bool(self("tie_word_embeddings", tie)),
+            max_positions=self("max_position_embeddings", None),
+            mtp_layers=self("num_nextn_predict_layers", 0),
+            name=name or self("_name_or_path", ""),
+        )
+
+
+def _attention(f: _Fields, *, rope: bool, default_kv_heads: int | None = None) -> AttentionConfig:
+    num_heads = f("num_attention_heads")
+    head_dim = f("head_dim", None)
+    if head_dim is None:
+        if f("hidden_size") % num_heads:
+            raise ValueError(
+                f"config field hidden_size ({f('hidden_size')}) is no multiple of num_attention_heads ({num_heads}) "
+                "and head_dim is missing"
+            )
+        head_dim = f("hidden_size") // num_heads
+    bias = bool(f("attention_bias", False))
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=f("num_key_value_heads", default_kv_heads or num_heads),
+        head_dim=head_dim,
+        rope=f.rope(head_dim) if rope else None,
+        bias=bias,
+        output_bias=bias,
+    )
+
+
+def _llama(f: _Fields, name: str) -> DecoderConfig:
+    f.only("hidden_act", "silu")
+    layer = LayerConfig(
+        mixer=_attention(f, rope=True),
+        feed_forward=SwiGLUConfig(intermediate_size=f("intermediate_size"), bias=bool(f("mlp_bias", False))),
+    )
+    return f.decoder([layer] * f("num_hidden_layers"), name)
+
+
+def _refuse_window(f: _Fields) -> None:
+    if f("sliding_window", None) is not None:
+        raise ValueError(
+            f"config field sliding_window = {f('sliding_window')!r} cannot be represented (only null can): "
+            "this package attends to every earlier token"
+        )
+
+
+def _mistral(f: _Fields, name: str) -> DecoderConfig:
+    _refuse_window(f)
+    return _llama(f, name)
+
+
+def _mixtral(f: _Fields, name: str) -> DecoderConfig:
+    f.only("hidden_act", "silu")
+    _refuse_window(f)
+    layer = LayerConfig(
+        mixer=_attention(f, rope=True, default_kv_heads=8),
+        feed_forward=MoEConfig(
+            num_experts=f("num_local_experts", 8),
+            experts_per_token=f("num_experts_per_tok", 2),
+            intermediate_size=f("intermediate_size"),
+        ),
+    )
+    return f.decoder([layer] * f("num_hidden_layers"), name)
+
+
+def _deepseek(f: _Fields, name: str, *, v3: bool) -> DecoderConfig:
+    f.only("hidden_act", "silu")
+    if f("moe_layer_freq", 1) != 1:
+        raise ValueError(f"config field moe_layer_freq = {f('moe_layer_freq')!r} cannot be represented (only 1 can)")
+    rope_dim = f("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise ValueError(f"config field qk_rope_head_dim must be even (numbers turn in pairs), not {rope_dim}")
+    mixer = LatentAttentionConfig(
+        num_heads=f("num_attention_heads"),
+        q_lora_rank=f("q_lora_rank", None),
+        kv_lora_rank=f("kv_lora_rank"),
+        qk_nope_head_dim=f("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=f("v_head_dim"),
+        rope=f.rope(rope_dim, interleaved=bool(f("rope_interleave", True))),
+        bias=bool(f("attention_bias", False)),
+    )
+    expert_width = f("moe_intermediate_size")
+    if v3:
+        f.only("scoring_func", "sigmoid")
+        f.only("topk_method", "noaux_tc")
+    else:
+        f.only("scoring_func", "softmax")
+        f.only("topk_method", "greedy", "group_limited_greedy")
+    grouped = v3 or f("topk_method", "greedy") == "group_limited_greedy"
+    moe = MoEConfig(
+        num_experts=f("n_routed_experts"),
+        experts_per_token=f("num_experts_per_tok"),
+        intermediate_size=expert_width,
+        shared_intermediate_size=expert_width * f("n_shared_experts", 0),
+        scoring="sigmoid" if v3 else "softmax",
+        normalize=bool(f("norm_topk_prob", v3)),
+        scale=float(f("routed_scaling_factor", 2.5 if v3 else 1.0)),
+        num_groups=f("n_group", 1) if grouped else 1,
+        groups_kept=f("topk_group", 1) if grouped else 1,
+        group_score="top2_sum" if v3 else "max",
+        selection_bias=v3,
+    )
+    dense = SwiGLUConfig(intermediate_size=f("intermediate_size"))
+    first = f("first_k_dense_replace", 0)
+    layers = [LayerConfig(mixer=mixer, feed_forward=dense if i < first else moe) for i in range(f("num_hidden_layers"))]
+    return f.decoder(layers, name)
+
+
+def _mamba_mixer(f: _Fields, prefix: str, *, inner_norms: bool, eps: float) -> MambaConfig:
+    hidden = f("hidden_size")
+    dt_rank = f(f"{prefix}dt_rank" if prefix else "time_step_rank", "auto")
+    return MambaConfig(
+        inner_size=f(f"{prefix}expand" if prefix else "expand", 2) * hidden,
+        state_size=f(f"{prefix}d_state" if prefix else "state_size", 16),
+        conv_size=f(f"{prefix}d_conv" if prefix else "conv_kernel", 4),
+        dt_rank=math.ceil(hidden / 16) if dt_rank == "auto" else dt_rank,
+        conv_bias=bool(f(f"{prefix}conv_bias" if prefix else "use_conv_bias", True)),
+        proj_bias=bool(f(f"{prefix}proj_bias" if prefix else "use_bias", False)),
+        inner_norms=inner_norms,
+        norm_eps=eps,
+    )
+
+
+def _jamba(f: _Fields, name: str) -> DecoderConfig:
+    f.only("hidden_act", "silu")
+    _refuse_window(f)
+    eps = float(f("rms_norm_eps", 1e-6))
+    attention = _attention(f, rope=False, default_kv_heads=8)
+    mamba = _mamba_mixer(f, "mamba_", inner_norms=True, eps=eps)
+    dense = SwiGLUConfig(intermediate_size=f("intermediate_size"))
+    experts = f("num_experts", 16)
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=f("num_experts_per_tok", 2),
+        intermediate_size=f("intermediate_size"),
+        normalize=False,
+    )
+
+    def on(kind: str, i: int, period: int, offset: int) -> bool:
+        return i % f(f"{kind}_layer_period", period) == f(f"{kind}_layer_offset", offset)
+
+    layers = [
+        LayerConfig(
+            mixer=attention if on("attn", i, 8, 4) else mamba,
+            feed_forward=moe if experts > 1 and on("expert", i, 2, 1) else dense,
+        )
+        for i in range(f("num_hidden_layers"))
+    ]
+    return f.decoder(layers, name)
+
+
+def _mamba(f: _Fields, name: str) -> DecoderConfig:
+    f.only("hidden_act", "silu")
+    eps = float(f("layer_norm_epsilon", 1e-5))
+    mixer = _mamba_mixer(f, "", inner_norms=False, eps=eps)
+    inner = f("intermediate_size", mixer.inner_size)
+    if inner != mixer.inner_size:
+        raise ValueError(f"config field intermediate_size = {inner} is not expand * hidden_size = {mixer.inner_size}")
+    layer = LayerConfig(mixer=mixer, feed_forward=None)
+    return f.decoder([layer] * f("num_hidden_layers"), name, eps=eps, tie=True)
+
+
+_READERS = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "deepseek_v2": lambda f, name: _deepseek(f, name, v3=False),
+    "deepseek_v3": lambda f, name: _deepseek(f, name, v3=True),
+    "jamba": _jamba,
+    "mamba": _mamba,
+}

@@ -1,0 +1,277 @@
+"""The decoder: embedding, layers of (mixer, feed-forward), norm, head. And the state it carries between passes.
+
+This file knows no architecture. A config names the module class that realises it (``config.mixer.module``), and
+every mixer keeps the same promise:
+
+- ``mixer(x, step, layer_state) -> y`` with x and y (B, T, M);
+- ``mixer.new_state(batch_size, max_length, dtype, device)`` returns an object with ``nbytes(length=None)``,
+  ``mark()``, ``rewind(mark)``, ``gather(rows, start, end, max_length, shift)`` and the classmethod ``concat``.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
+from .rope import rotate, rotation
+
+__all__ = ["Decoder", "DecoderState", "Mark", "Pass", "RMSNorm"]
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x²) + eps) * weight, with statistics in float32 (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Rounds to the model's dtype *before* the weight multiplies, as Hugging Face does: in bfloat16 the other
+    order changes about a quarter of all outputs in their last bit.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight
+
+
+class Pass:
+    """What all layers of one pass share: where it starts, who is padded, the rotation of its positions."""
+
+    def __init__(self, tokens: Tensor, start: int, padding: Tensor | None, dtype: torch.dtype) -> None:
+        self.start = start
+        self.padding = padding
+        self.dtype = dtype
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        # (T,), or (B, T) when rows are padded: a row's first real token has position 0, its pads are clamped.
+        self.positions = positions if padding is None else (positions - padding[:, None]).clamp(min=0)
+        self._tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+
+    def rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
+        """Apply RoPE to x (B, heads, T, D); numbers past ``rope.dim`` are left alone."""
+        if rope not in self._tables:
+            cos, sin = rotation(rope, self.positions, self.dtype)
+            if self.padding is not None:
+                cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, dim/2)
+            self._tables[rope] = cos, sin
+        cos, sin = self._tables[rope]
+        if rope.dim == x.shape[-1]:
+            return rotate(x, cos, sin, rope.interleaved)
+        turned, rest = x.split([rope.dim, x.shape[-1] - rope.dim], dim=-1)
+        return torch.cat((rotate(turned, cos, sin, rope.interleaved), rest), dim=-1)
+
+
+def _build(config: MixerConfig | FeedForwardConfig, hidden_size: int) -> nn.Module:
+    try:
+        module = pkgutil.resolve_name(config.module)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"no module class for {type(config).__name__}: {config.module} does not exist") from error
+    return module(config, hidden_size)
+
+
+class Layer(nn.Module):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)) where there is one."""
+
+    def __init__(self, config: LayerConfig, hidden_size: int, norm_eps: float) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(hidden_size, eps=norm_eps)
+        self.mixer = _build(config.mixer, hidden_size)
+        if config.feed_forward is not None:
+            self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
+            self.feed_forward: nn.Module | None = _build(config.feed_forward, hidden_size)
+        else:
+            self.feed_forward = None
+
+    def forward(self, x: Tensor, step: Pass, layer_state: Any = None) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), step, layer_state)
+        if self.feed_forward is not None:
+            x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place to come back to: a length, and copies of the parts of a state that cannot be cut back."""
+
+    length: int
+    layers: tuple[Any, ...]
+
+
+class DecoderState:
+    """What a batch of sequences must remember between passes, layer by layer.
+
+    ``length`` counts the tokens held, pads included; it advances once a pass, after the last layer, so that a
+    pass that fails leaves the state as it was. Rows of unequal length are padded on the left; ``padding``
+    (B,) counts each row's pads and is fixed at creation.
+    """
+
+    def __init__(self, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
+        self.layers = layers
+        self.max_length = max_length
+        self.padding = padding
+        self.length = length
+        self.batch_size = len(padding)
+        self.padded = padding.device.type != "meta" and bool(padding.any())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes that hold tokens (pads included)."""
+        return sum(layer.nbytes(self.length) for layer in self.layers)
+
+    def mark(self) -> Mark:
+        """Remember this point; costs nothing for caches, a copy for recurrent parts."""
+        return Mark(self.length, tuple(layer.mark() for layer in self.layers))
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget everything after ``mark``. Raises ValueError for a mark that lies ahead or is another model's."""
+        if len(mark.layers) != len(self.layers):
+            raise ValueError(f"the mark has {len(mark.layers)} layers, the state {len(self.layers)}")
+        if mark.length > self.length:
+            raise ValueError(f"cannot rewind to length {mark.length}: the state holds only {self.length} tokens")
+        for layer, layer_mark in zip(self.layers, mark.layers, strict=True):
+            layer.rewind(layer_mark)
+        self.length = mark.length
+
+    def copy(self, max_length: int | None = None) -> DecoderState:
+        """An independent state with the same content (only used bytes are copied), optionally of another size."""
+        return self._gather(list(range(self.batch_size)), 0, self._at_least(max_length, self.length))
+
+    def select(self, rows: Sequence[int], max_length: int | None = None) -> DecoderState:
+        """A new state holding the given rows of the batch, in that order.
+
+        Columns that are padding in all of them are dropped, so ``length`` may shrink.
+        """
+        rows = list(rows)
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise ValueError(f"rows {rows} must be a non-empty choice from 0 … {self.batch_size - 1}")
+        spare = min(int(self.padding[rows].min()), self.length)
+        return self._gather(rows, spare, self._at_least(max_length, self.length - spare))
+
+    @staticmethod
+    def concat(states: Sequence[DecoderState], max_length: int | None = None) -> DecoderState:
+        """One batch from several states of the same model: rows keep their order, shorter ones gain padding."""
+        if not states:
+            raise ValueError("nothing to concatenate: the list of states is empty")
+        if len({len(state.layers) for state in states}) != 1:
+            raise ValueError("the states belong to models with different numbers of layers")
+        length = max(state.length for state in states)
+        longest = max(states, key=lambda state: state.max_length)
+        max_length = longest._at_least(max_length, length)
+        aligned = [
+            state._gather(list(range(state.batch_size)), 0, max_length, length - state.length) for state in states
+        ]
+        layers = [type(column[0]).concat(column) for column in zip(*(state.layers for state in aligned), strict=True)]
+        return DecoderState(layers, max_length, torch.cat([state.padding for state in aligned]), length)
+
+    def _at_least(self, max_length: int | None, length: int) -> int:
+        if max_length is None:
+            return self.max_length
+        if max_length < length:
+            raise ValueError(f"max_length {max_length} is too short: the state holds {length} tokens")
+        return max_length
+
+    def _gather(self, rows: list[int], start: int, max_length: int, shift: int = 0) -> DecoderState:
+        """Tokens start … length of the chosen rows, moved right by ``shift``."""
+        layers = [layer.gather(rows, start, self.length, max_length, shift) for layer in self.layers]
+        return DecoderState(layers, max_length, self.padding[rows] - start + shift, self.length - start + shift)
+
+
+class Decoder(nn.Module):
+    """A causal language model: tokens (B, T) int64 → logits (B, T, V).
+
+    Raises ValueError for a config whose mixer or feed-forward has no module class.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(layer, config.hidden_size, config.norm_eps) for layer in config.layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def new_state(
+        self, batch_size: int, max_length: int, padding: Sequence[int] | Tensor | None = None
+    ) -> DecoderState:
+        """An empty state for ``batch_size`` sequences of at most ``max_length`` tokens, pads included.
+
+        ``padding`` (B,) counts each row's pad tokens; every row must keep at least one real token.
+        """
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        weight = self.embed.weight
+        pads = _check_padding([0] * batch_size if padding is None else padding, batch_size, max_length)
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in mixers]
+        return DecoderState(layers, max_length, pads.to(weight.device))
+
+    def forward(
+        self, tokens: Tensor, state: DecoderState | None = None, *, logits: Literal["all", "last", "none"] = "all"
+    ) -> Tensor:
+        """One pass: tokens (B, T) → logits (B, T, V), or (B, 1, V) for "last".
+
+        "none" skips norm and head and returns the last layer's output (B, T, M).
+
+        With a state, the tokens continue what it holds and are added to it. Raises ValueError, and leaves the
+        state as it was, for tokens of a wrong shape or outside the vocabulary, a batch of another size, or
+        more tokens than fit.
+        """
+        self._check(tokens, state, logits)
+        start = 0 if state is None else state.length
+        padding = state.padding if state is not None and state.padded else None
+        x = self.embed(tokens)
+        step = Pass(tokens, start, padding, x.dtype)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, step, None if state is None else state.layers[i])
+        if state is not None:
+            state.length += tokens.shape[1]
+        if logits == "none":
+            return x
+        return self.head(self.norm(x[:, -1:] if logits == "last" else x))
+
+    def _check(self, tokens: Tensor, state: DecoderState | None, logits: str) -> None:
+        if logits not in ("all", "last", "none"):
+            raise ValueError(f'logits must be "all", "last" or "none", not {logits!r}')
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be (batch, time), not {tuple(tokens.shape)}")
+        B, T = tokens.shape
+        if B == 0 or T == 0:
+            raise ValueError(f"the prompt is empty: tokens have shape {(B, T)}")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens must be int64, not {tokens.dtype}")
+        if tokens.device.type != "meta":
+            low, high = (int(t) for t in torch.aminmax(tokens))
+            if low < 0 or high >= self.config.vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+        if state is not None:
+            if len(state.layers) != len(self.layers):
+                raise ValueError(f"the state has {len(state.layers)} layers, the model {len(self.layers)}")
+            if state.batch_size != B:
+                raise ValueError(f"the batch has {B} rows, the state was made for {state.batch_size}")
+            if state.length + T > state.max_length:
+                raise ValueError(
+                    f"{T} more tokens do not fit: the state holds {state.length} of at most {state.max_length}"
+                )
+
+
+def _check_padding(padding: Sequence[int] | Tensor, batch_size: int, max_length: int) -> Tensor:
+    pads = torch.as_tensor(padding, device="cpu")
+    if pads.shape != (batch_size,):
+        raise ValueError(f"padding must hold one count for each of {batch_size} rows, not shape {tuple(pads.shape)}")
+    if pads.dtype.is_floating_point or pads.dtype == torch.bool:
+        raise ValueError(f"padding must be integers, not {pads.dtype}")
+    if bool((pads < 0).any()):
+        raise ValueError(f"padding must not be negative: {pads.tolist()}")
+    if bool((pads >= max_length).any()):
+        raise ValueError(f"padding {pads.tolist()} leaves no room for a real token in max_length {max_length}")
+    return pads.to(torch.int64)

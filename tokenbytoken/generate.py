@@ -1,0 +1,315 @@
+"""From logits to text: sampling, generation, streaming; and ``python -m tokenbytoken.generate``.
+
+The loop that all of it shares: the state holds every token but the newest; the newest is pushed through the
+model, the logits of its position choose the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .arithmetic import pass_cost
+from .checkpoint import Tokenizer, load, load_tokenizer
+from .decoder import Decoder, DecoderState
+
+__all__ = ["generate", "sample", "stream"]
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Choose one token for each row of logits (B, V) → (B,) int64.
+
+    ``temperature`` 0 takes the largest logit, the lowest index on ties. Otherwise logits / temperature are cut
+    to the ``top_k`` largest, then to the smallest set whose probability reaches ``top_p`` (the token that
+    crosses the threshold stays; Holtzman et al. 2019, arXiv 1904.09751), and one token is drawn.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    if temperature == 0 or top_p == 0 or top_k == 1:
+        return _argmax(logits)
+    logits = logits.to(torch.float32 if logits.dtype != torch.float64 else torch.float64)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # shifted first: the largest stays 0, not inf
+    # A stable sort keeps the lowest index first among equals, so that cuts at a tie agree with greedy choice.
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        sorted_logits[:, top_k:] = -torch.inf
+    probabilities = sorted_logits.softmax(-1)
+    if top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+    choice = torch.multinomial(probabilities, 1, generator=generator)
+    return order.gather(-1, choice).squeeze(-1)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Index of the largest entry of each row, the lowest on ties (torch leaves that choice open)."""
+    return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+
+
+def _check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be a number ≥ 0, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1 (or None), not {top_k}")
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
+
+
+def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts:
+        raise ValueError("the list of prompts is empty")
+    for prompt in prompts:
+        if not len(prompt):
+            raise ValueError("the prompt is empty: it needs at least one token")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < model.config.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {model.config.vocab_size}")
+
+
+def _steps(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    eos_ids: Collection[int],
+    seed: int | None,
+    state: DecoderState | None,
+    max_length: int | None,
+) -> Iterator[dict[int, int]]:
+    """Check everything, then yield, step by step, the new token of each unfinished row: {row: token}."""
+    _check_prompts(model, prompts)
+    _check_sampling(temperature, top_k, top_p)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer ≥ 0, not {max_new_tokens!r}")
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    held = 0 if state is None else state.length
+    # The last token chosen is never pushed through the model, but it is part of the sequence that must fit.
+    needed = held + longest + max_new_tokens
+    limits = [limit for limit in (max_length, None if state is None else state.max_length) if limit is not None]
+    if needed > min(limits, default=needed):
+        raise ValueError(
+            f"{held} held + {longest} of the prompt + {max_new_tokens} new tokens = {needed} "
+            f"exceed max_length {min(limits)}"
+        )
+    if state is not None and state.batch_size != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts, the state was made for {state.batch_size}")
+    if state is not None and min(lengths) < longest:
+        raise ValueError("prompts that continue a state must have equal lengths: its padding is already fixed")
+    device = model.embed.weight.device
+    # One random stream for each prompt: what a row draws does not depend on who shares its batch.
+    generators = _generators(seed, len(prompts), device) if temperature > 0 else []
+
+    @torch.no_grad()
+    def steps(running: DecoderState) -> Iterator[dict[int, int]]:
+        padding = [longest - length for length in lengths]
+        tokens = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        rows = list(range(len(prompts)))  # which prompt each row of the running batch belongs to
+        finished: set[int] = set()
+        for step in range(max_new_tokens):
+            logits = model(tokens.to(device), running, logits="last")[:, -1]  # (rows, V)
+            if temperature == 0:
+                chosen = _argmax(logits).tolist()
+            else:
+                chosen = [
+                    int(sample(logits[i : i + 1], temperature, top_k, top_p, generators[row]))
+                    for i, row in enumerate(rows)
+                ]
+            yield {row: token for row, token in zip(rows, chosen, strict=True) if row not in finished}
+            finished.update(row for row, token in zip(rows, chosen, strict=True) if token in eos_ids)
+            if finished.issuperset(rows) or step + 1 == max_new_tokens:
+                return
+            if state is None and not finished.isdisjoint(rows):
+                # Finished rows leave the batch and cost nothing further. (The caller's own state keeps its rows.)
+                alive = [i for i, row in enumerate(rows) if row not in finished]
+                running = running.select(alive)
+                rows, chosen = [rows[i] for i in alive], [chosen[i] for i in alive]
+            tokens = torch.tensor(chosen)[:, None]
+
+    if max_new_tokens == 0:
+        return iter(())
+    return steps(model.new_state(len(prompts), needed, [longest - n for n in lengths]) if state is None else state)
+
+
+def _generators(seed: int | None, count: int, device: torch.device) -> list[torch.Generator]:
+    base = torch.Generator()
+    if seed is None:
+        base.seed()
+    else:
+        base.manual_seed(seed)
+    return [torch.Generator(device).manual_seed(s) for s in torch.randint(2**62, (count,), generator=base).tolist()]
+
+
+def generate(
+    model: Decoder,
+    prompt: Sequence[int] | Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    eos_ids: Collection[int] = (),
+    seed: int | None = None,
+    state: DecoderState | None = None,
+    max_length: int | None = None,
+) -> list[int] | list[list[int]]:
+    """Continue a prompt of token ids by up to ``max_new_tokens``; returns the new tokens only.
+
+    A list of prompts gives a list of lists: they run as one batch, padded on the left, and each greedy row
+    equals its run alone. A row ends with (and includes) a token of ``eos_ids``. A ``state`` is continued and
+    then holds everything but the last token returned. With ``temperature`` > 0 the same ``seed`` gives the
+    same tokens. Raises ValueError, before computing anything, when
+    prompt and new tokens exceed ``max_length`` or the state's.
+    """
+    batched = len(prompt) > 0 and not isinstance(prompt[0], int)
+    prompts: Sequence[Sequence[int]] = prompt if batched else [prompt]  # type: ignore[assignment, list-item]
+    new: list[list[int]] = [[] for _ in prompts]
+    for step in _steps(
+        model, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        eos_ids=eos_ids, seed=seed, state=state, max_length=max_length,
+    ):  # fmt: skip
+        for row, token in step.items():
+            new[row].append(token)
+    return new if batched else new[0]
+
+
+def stream(
+    model: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    eos_ids: Collection[int] = (),
+    seed: int | None = None,
+    state: DecoderState | None = None,
+    max_length: int | None = None,
+) -> Iterator[int]:
+    """The tokens of :func:`generate` for one prompt, each as soon as it is chosen.
+
+    Arguments are checked when the function is called, not when the first token is asked for.
+    """
+    steps = _steps(
+        model, [prompt], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        eos_ids=eos_ids, seed=seed, state=state, max_length=max_length,
+    )  # fmt: skip
+    return (step[0] for step in steps)
+
+
+# --- python -m tokenbytoken.generate ------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tokenbytoken.generate",
+        description="Stream text from a model, then say how fast it was and how near to this machine's limit.",
+    )
+    parser.add_argument("--prompt", required=True, help="the text to continue, or with --chat the user's message")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="stop after so many tokens (default 64)")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's own chat template")
+    parser.add_argument("--source", default="smollm2-135m", help="smollm2-135m, a directory, or a .gguf file")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--top-k", type=int, help="draw from the K likeliest tokens only")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that reach P")
+    parser.add_argument("--seed", type=int, help="make sampling repeatable")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    return parser
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    """Text as it becomes certain: a character whose bytes are spread over tokens waits for its last one."""
+    from tokenizers.decoders import DecodeStream
+
+    decoder = DecodeStream(skip_special_tokens=True)
+    ids, shown = [], 0
+    for token in tokens:
+        ids.append(token)
+        piece = decoder.step(tokenizer.backend, token) or ""
+        shown += len(piece)
+        yield piece
+    yield tokenizer.decode(ids, skip_special=True)[shown:]
+
+
+def _bandwidth(model: Decoder) -> float:
+    """Bytes per second at which this machine reads one large matrix of the model's dtype."""
+    from .measure import timed
+
+    weight = torch.ones(40_000, 640, dtype=model.embed.weight.dtype, device=model.embed.weight.device)
+    x = weight[:1].clone()
+    return weight.numel() * weight.element_size() / timed(lambda: F.linear(x, weight), device=weight.device).median
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, or 2 with one line on stderr for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        model = load(options.source, dtype=getattr(torch, options.dtype), device=options.device)
+        tokenizer = load_tokenizer(options.source)
+        prompt = options.prompt
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if options.chat:
+            prompt = tokenizer.chat([{"role": "user", "content": prompt}])
+        ids = tokenizer.encode(prompt)
+        state = model.new_state(1, len(ids) + max(options.max_new_tokens, 1))
+        tokens = stream(
+            model, ids, options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
+            top_p=options.top_p, seed=options.seed, eos_ids=tokenizer.eos_ids, state=state,
+        )  # fmt: skip
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    times = [perf_counter()]
+
+    def clocked() -> Iterator[int]:
+        for token in tokens:
+            times.append(perf_counter())
+            yield token
+
+    if not options.chat:
+        print(options.prompt, end="", flush=True)
+    for piece in _pieces(tokenizer, clocked()):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    _report(model, state, len(ids), times)
+    return 0
+
+
+def _report(model: Decoder, state: DecoderState, prompt: int, times: list[float]) -> None:
+    new = len(times) - 1
+    line = f"{new} tokens"
+    if new:
+        line += f", the first after {times[1] - times[0]:.2f} s"
+    if new > 1:
+        size = model.embed.weight.element_size()
+        recipe = "fp32" if size == 4 else "bf16"
+        seconds = times[-1] - times[1]
+        moved = sum(
+            pass_cost(model.config, 1, held, recipe=recipe, state_bytes_per_element=size).bytes
+            for held in range(prompt, state.length)
+        )
+        limit = _bandwidth(model)
+        line += f", then {(new - 1) / seconds:.1f} tokens/s; {state.nbytes_used:,} state bytes used; "
+        line += f"{moved / seconds / 1e9:.1f} of {limit / 1e9:.1f} GB/s, "
+        line += f"{100 * moved / seconds / limit:.0f} % of the machine's measured bandwidth"
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
