@@ -1,0 +1,315 @@
+"""The roofline against hand computation, and the data of accelerators against the figures they must give.
+
+``Cnn`` in a name is the number of a publicly reported bug whose right value the test holds.
+"""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenbytoken.hardware
+from tokenbytoken.arithmetic import count_parameters, max_batch, max_context, pass_cost, state_bytes, weight_bytes
+from tokenbytoken.config import DecoderConfig
+from tokenbytoken.hardware import (
+    Accelerator,
+    accelerators,
+    communication_seconds,
+    crossover_batch,
+    find_accelerator,
+    footprint_per_gpu,
+    predict,
+    state_share,
+)
+from tokenbytoken.published import published
+
+CONFIGS = {name: config for name, config in published.items() if isinstance(config, DecoderConfig)}
+READER = 131_072
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
+
+
+# --- data --------------------------------------------------------------------------------------------
+
+
+def test_c68_dense_peaks() -> None:
+    h100, a100 = accelerators["h100"], accelerators["a100-80"]
+    assert h100.flops["bf16"] == 989.5e12  # 1,979 is with 2:4 sparsity
+    assert f"{h100.ridge():.1f} {a100.ridge():.1f}" == "295.4 153.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "ridge", "ridge_fp8"),
+    [
+        ("t4", 203, None),
+        ("l4", 403, 807),
+        ("a100-40", 201, None),
+        ("a100-80", 153, None),
+        ("h100", 295, 591),
+        ("h200", 206, 412),
+        ("b200", 281, 562),
+    ],
+)
+def test_ridges_and_crossing_batches(name: str, ridge: int, ridge_fp8: int | None) -> None:
+    gpu = accelerators[name]
+    assert round(gpu.ridge("bf16")) == ridge
+    assert round(crossover_batch(name)) == ridge
+    # 8-bit weights that are widened to 16 bits, 4-bit weights: half and a quarter of the tokens
+    assert crossover_batch(name, 1, "bf16") == gpu.ridge("bf16") / 2
+    assert crossover_batch(name, 0.5, "bf16") == gpu.ridge("bf16") / 4
+    if ridge_fp8 is None:
+        assert gpu.compute_dtype("fp8") in ("bf16", "fp16")  # no FP8 tensor cores: FP8 weights are widened
+    else:
+        assert round(gpu.ridge("fp8")) == ridge_fp8
+        assert crossover_batch(name, 1, "fp8") == pytest.approx(gpu.ridge("bf16"), rel=0.001)  # half and twice cancel
+
+
+def test_c66_what_the_driver_reports_is_not_less_than_the_data_sheet() -> None:
+    for gpu in accelerators.values():
+        assert gpu.source
+        assert gpu.link is not None
+        assert gpu.link.source
+        if gpu.visible_bytes is not None:
+            assert gpu.memory_bytes <= gpu.visible_bytes < 1.08 * gpu.memory_bytes
+    assert accelerators["h100"].visible_bytes == 81_559 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("H100", "h100"), ("h100-SXM", "h100"), ("NVIDIA A100 80GB", "a100-80"), ("A100_40GB", "a100-40"), ("T4", "t4")],
+)
+def test_names_are_found_in_any_spelling(name: str, key: str) -> None:
+    assert find_accelerator(name) is accelerators[key]
+
+
+def test_unknown_names_are_refused() -> None:
+    for name in ("a100", "h1000", ""):
+        with pytest.raises(ValueError, match=r"unknown accelerator .*: one of t4, l4, a100-40"):
+            find_accelerator(name)
+
+
+# --- one GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "milliseconds"),
+    [
+        ("llama-3.1-8b", "a100-80", "7.36"),  # C69: without the embedding table, of which one row is read
+        ("llama-3.1-8b", "h100", "4.48"),
+        ("smollm2-135m", "t4", "0.841"),
+        ("llama-3.2-1b", "t4", "7.72"),
+    ],
+)
+def test_c69_lower_bound_of_one_token(name: str, gpu: str, milliseconds: str) -> None:
+    prediction = predict(CONFIGS[name], gpu, 1, 0)
+    assert _milliseconds(prediction.seconds) == milliseconds
+    assert prediction.binds == "memory"
+
+
+def test_c69_compute_binds_from_about_295_rows() -> None:
+    config = CONFIGS["llama-3.1-8b"]
+    assert [predict(config, "h100", n, 0).binds for n in (1, 280, 320)] == ["memory", "memory", "compute"]
+
+
+def test_a_prediction_is_its_cost_over_the_rates() -> None:
+    config, gpu = CONFIGS["llama-3.1-70b"], accelerators["h200"]
+    cost = pass_cost(config, 4, 1000, 3, logits="all")
+    prediction = predict(config, gpu, 4, 1000, new_tokens=3, logits="all")
+    assert prediction.memory_seconds == pytest.approx(cost.bytes / 4.8e12)
+    assert prediction.compute_seconds == pytest.approx(cost.flops / 989.5e12)
+    assert prediction.seconds == max(prediction.memory_seconds, prediction.compute_seconds)
+    assert prediction.tokens_per_second == 12 / prediction.seconds
+    assert prediction.bytes_needed == weight_bytes(config) + state_bytes(config, 4, 1003)
+    half = predict(config, gpu, 4, 1000, new_tokens=3, logits="all", efficiency=0.5)
+    assert half.seconds == pytest.approx(2 * prediction.seconds)
+
+
+def test_a_recurrent_state_is_read_and_written_but_held_once() -> None:
+    config, gpu = CONFIGS["mamba-2.8b"], accelerators["h100"]
+    held = state_bytes(config, 8, 0)
+    prediction = predict(config, gpu, 8, 10_000)
+    read = pass_cost(config, 8, 10_000).weight_bytes
+    assert prediction.memory_seconds == pytest.approx((read + 2 * held) / 3.35e12)
+    assert prediction.bytes_needed == weight_bytes(config) + held
+    assert predict(config, gpu, 8, 0).seconds == prediction.seconds
+
+
+def test_fp8_products_need_fp8_tensor_cores() -> None:
+    config = CONFIGS["llama-3.1-8b"]
+    here, there = (predict(config, gpu, 1000, 0, recipe="fp8-all") for gpu in ("h100", "a100-80"))
+    assert (here.dtype, there.dtype) == ("fp8", "bf16")
+    cost = pass_cost(config, 1000, 0, recipe="fp8-all")
+    assert here.compute_seconds == pytest.approx(cost.flops_fp8 / 1979e12 + cost.flops_attention / 989.5e12)
+    assert there.compute_seconds == pytest.approx(cost.flops / 312e12)
+    assert predict(config, "t4", 1, 0).dtype == "fp16"  # no bf16 tensor cores
+    # weights that are widened before the product save bytes, not arithmetic
+    assert predict(config, "h100", 1000, 0, recipe="int8").compute_seconds == pytest.approx(cost.flops / 989.5e12)
+
+
+def test_rates_may_be_curves() -> None:
+    config = CONFIGS["smollm2-135m"]
+    machine = Accelerator(
+        name="machine",
+        memory_bytes=8e9,
+        bandwidth=lambda working_set: 20e9 if working_set < 1e8 else 10e9,
+        flops={"fp32": lambda rows: 1e9 * rows},
+        operation_seconds=1e-5,
+        measured=True,
+    )
+    prediction = predict(config, machine, 2, 0, new_tokens=8, recipe="fp32", state_bytes_per_element=4, operations=300)
+    cost = pass_cost(config, 2, 0, 8, recipe="fp32", state_bytes_per_element=4)
+    assert prediction.memory_seconds == pytest.approx(cost.bytes / 10e9)
+    assert prediction.compute_seconds == pytest.approx(cost.flops / 16e9)
+    assert prediction.overhead_seconds == pytest.approx(3e-3)
+    assert prediction.seconds == pytest.approx(prediction.compute_seconds + 3e-3)
+    assert prediction.dtype == "fp32"
+    with pytest.raises(ValueError, match="no single ridge"):
+        machine.ridge("fp32")
+    with pytest.raises(ValueError, match="no link to other GPUs"):
+        predict(config, machine, 1, 0, gpus=2)
+
+
+# --- several GPUs ------------------------------------------------------------------------------------
+
+
+def test_lower_bounds_of_405b() -> None:
+    config = CONFIGS["llama-3.1-405b"]
+    assert _milliseconds(weight_bytes(config) / (16 * 3.35e12)) == "15.1"
+    assert _milliseconds(weight_bytes(config, "fp8-ffn") / (8 * 3.35e12)) == "18.2"  # all, the embedding included
+    empty = predict(config, "h100", 1, 0, gpus=8, recipe="fp8-ffn")
+    long = predict(config, "h100", 1, READER, gpus=8, recipe="fp8-ffn")
+    assert _milliseconds(empty.memory_seconds) == "18"  # of the embedding one row is read
+    assert _milliseconds(long.memory_seconds - empty.memory_seconds) == "2.52"
+    assert _milliseconds(predict(config, "h100", 1, 0, gpus=16).memory_seconds) == "15.1"
+    assert not predict(config, "h100", 1, 0, gpus=8).fits
+    assert predict(config, "h100", 1, 0, gpus=16).fits
+
+
+def test_tensor_parallel_sends_two_all_reduces_a_layer() -> None:
+    config, gpu = CONFIGS["llama-3.1-405b"], accelerators["h100"]
+    assert gpu.link is not None
+    message = 16384 * 2
+    assert 252 * message == 8_257_536  # the report's 8.26 MB a token
+    reduce = gpu.link.latency + 2 * 7 / 8 * message / gpu.link.bandwidth
+    gather = gpu.link.latency + 7 / 8 * 128256 * 2 / gpu.link.bandwidth
+    assert communication_seconds(config, gpu, 1, gpus=8) == pytest.approx((252 + 1) * reduce + gather)
+    assert communication_seconds(config, gpu, 1) == 0
+    # three all-reduces for a Mamba layer with a feed-forward, two for one without
+    jamba, mamba = CONFIGS["jamba-1.5-large"], CONFIGS["mamba-2.8b"]
+    free = replace(gpu, link=replace(gpu.link, bandwidth=float("inf")))
+    assert communication_seconds(jamba, free, 1, gpus=8) == pytest.approx((9 * 2 + 63 * 3 + 2) * free.link.latency)
+    assert communication_seconds(mamba, free, 1, gpus=8) == pytest.approx((64 * 2 + 2) * free.link.latency)
+
+
+def test_groups_larger_than_a_node_run_at_the_pace_of_the_network() -> None:
+    config, gpu = CONFIGS["llama-3.1-405b"], accelerators["h100"]
+    inside, across = (communication_seconds(config, gpu, 1, gpus=n) for n in (8, 16))
+    assert across > 2 * inside
+
+
+def test_pipeline_stages_add_memory_and_no_speed() -> None:
+    config = CONFIGS["llama-3.1-405b"]
+    eight = predict(config, "h100", 1, READER, gpus=8)
+    staged = predict(config, "h100", 1, READER, gpus=16, tensor_parallel=8)
+    assert (eight.fits, staged.fits) == (False, True)
+    assert staged.memory_seconds == eight.memory_seconds
+    assert staged.compute_seconds == eight.compute_seconds
+    assert staged.communication_seconds > eight.communication_seconds
+    assert staged.bytes_needed == eight.bytes_needed
+    assert predict(config, "h100", 1, READER, gpus=16).memory_seconds < staged.memory_seconds
+
+
+def test_state_shares() -> None:
+    llama, v3, jamba = CONFIGS["llama-3.1-405b"], CONFIGS["deepseek-v3"], CONFIGS["jamba-1.5-large"]
+    assert [state_share(llama, t)[0] for t in (1, 4, 8, 16)] == [1, 1 / 4, 1 / 8, 1 / 8]  # from 16 on, each head twice
+    assert state_share(v3, 8) == (1, 1 / 8)  # one latent, on every GPU
+    assert state_share(v3, 8, "divided") == (1 / 8, 1 / 8)
+    assert state_share(jamba, 8) == (1 / 8, 1 / 8)
+    assert state_share(llama, 12, "divided") == (1 / 12, 1 / 12)  # what is divided by reader needs no even heads
+    assert state_share(CONFIGS["smollm2-135m"], 2) == (2 / 3, 1 / 2)  # 3 KV heads: 2 and 1
+    with pytest.raises(ValueError, match=r"tensor_parallel = 12 .* must be a multiple of 8 and divide 128"):
+        state_share(llama, 12)
+    with pytest.raises(ValueError, match="cache must be"):
+        state_share(llama, 8, "split")
+
+
+def test_what_a_gpu_holds() -> None:
+    v3 = CONFIGS["deepseek-v3"]
+    replicated = footprint_per_gpu(v3, gpus=8, recipe="fp8-block")
+    divided = footprint_per_gpu(v3, gpus=8, recipe="fp8-block", cache="divided")
+    assert (replicated.per_token, divided.per_token) == (70_272, 70_272 / 8)
+    assert (replicated.max_batch(141e9, READER), divided.max_batch(141e9, READER)) == (5, 47)
+    assert divided.max_batch(80e9, READER) == 0
+
+
+@given(
+    st.sampled_from(["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "jamba-v0.1", "mamba-130m"]),
+    st.integers(1, 64),
+    st.integers(0, 10**5),
+    st.integers(1, 64),
+)
+@settings(max_examples=100, deadline=None)
+def test_more_of_anything_is_never_faster(name: str, batch: int, context: int, new_tokens: int) -> None:
+    config = CONFIGS[name]
+    base: dict[str, Any] = {"batch_size": batch, "context": context, "new_tokens": new_tokens}
+    one = predict(config, "h100", **base)
+    for key, value in base.items():
+        assert predict(config, "h100", **(base | {key: value + 1})).seconds >= one.seconds
+    eight = predict(config, "h100", **base, gpus=8)
+    assert eight.memory_seconds <= one.memory_seconds
+    assert eight.compute_seconds == pytest.approx(one.compute_seconds / 8)
+    assert eight.bytes_needed >= one.bytes_needed - 8  # never less in all: what is kept twice adds up
+
+
+@given(st.sampled_from(sorted(CONFIGS)), st.integers(1, 20), st.integers(1, 10**5))
+@settings(max_examples=60, deadline=None)
+def test_one_gpu_holds_what_the_closed_forms_say(name: str, batch: int, context: int) -> None:
+    config = CONFIGS[name]
+    size = footprint_per_gpu(config)
+    assert size.bytes(batch, context) == weight_bytes(config) + state_bytes(config, batch, context)
+    assert size.max_batch(141e9, context) == max_batch(config, 141e9, context)
+    assert size.max_context(141e9, batch) == max_context(config, 141e9, batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": 0}, "gpus must be a positive integer, not 0"),
+        ({"gpus": 8, "tensor_parallel": 3}, r"tensor_parallel \(3\) must divide gpus \(8\)"),
+        ({"efficiency": 0}, "efficiency must be above 0 and at most 1"),
+        ({"usable": 1.5}, "usable must be above 0 and at most 1"),
+        ({"accelerator": "h1"}, "unknown accelerator 'h1'"),
+        ({"config": published["falcon-7b"]}, "falcon-7b is known here by the shape"),
+    ],
+)
+def test_bad_predictions_are_refused(change: dict[str, Any], message: str) -> None:
+    good = {"config": CONFIGS["smollm2-135m"], "accelerator": "t4", "batch_size": 1, "context": 0}
+    with pytest.raises(ValueError, match=message):
+        predict(**(good | change))
+
+
+def test_usable_memory() -> None:
+    config = CONFIGS["llama-3.1-8b"]  # 16.06 GB
+    assert [predict(config, "l4", 1, 0, usable=share).fits for share in (1.0, 0.5)] == [True, False]
+    assert predict(config, "l4", 1, 0, usable=0.5).bytes_available == 12e9
+
+
+def test_active_parameters_set_the_time_and_all_of_them_the_memory() -> None:
+    config = CONFIGS["deepseek-v3"]
+    prediction = predict(config, "h200", 1, 0, gpus=8, recipe="fp8-all")
+    read = count_parameters(config).active_without_embedding
+    assert prediction.memory_seconds == pytest.approx(read / (8 * 4.8e12), rel=0.001)
+    assert prediction.bytes_needed == pytest.approx(671.0e9, rel=0.001)
+
+
+def test_doctest() -> None:
+    result = doctest.testmod(tokenbytoken.hardware)
+    assert result.attempted > 0
+    assert result.failed == 0

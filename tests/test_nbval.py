@@ -1,0 +1,203 @@
+"""The comparison of stored outputs bites: nbval and the notebook rules together catch whatever was altered.
+
+Two nets. nbval runs each cell and compares what it prints with what it stored, measured values aside; a cell
+without a stored execution count it runs without comparing. The rules see exactly those cells.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+import rules
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+from stages import NBVAL
+
+from tokenbytoken import measure
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = re.compile(r"⟨\d[^⟨⟩]*⟩")
+PREDICTED = re.compile(r"(predicted[^\d⟨⟩\n]*)(\d[\d,.]*)( ms)")
+
+
+def compare(folder: Path, timeout: float) -> dict[str, dict[int, str]]:
+    """Run nbval as `make test` does; for each notebook of the folder, the code cells that failed and why."""
+    report = folder / "report.xml"
+    options = ["-n", "2", "--dist", "loadfile", "--nbval-cell-timeout", str(timeout), "--color", "no"]
+    notebooks = sorted(map(str, folder.glob("*.ipynb")))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", "/dev/null",
+         *NBVAL, *options, f"--junitxml={report}", *notebooks],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert report.exists(), run.stdout + run.stderr
+    failed: dict[str, dict[int, str]] = {Path(name).stem: {} for name in notebooks}
+    seen = set()
+    for case in ET.parse(report).iter("testcase"):
+        stem = next(stem for stem in failed if stem in case.attrib["classname"])
+        seen.add(stem)
+        for fault in [*case.iter("failure"), *case.iter("error")]:
+            failed[stem][int(case.attrib["name"].removeprefix("Cell "))] = fault.text or ""
+    assert seen == set(failed), run.stdout
+    return failed
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def alter_first(notebook: NotebookNode, pattern: re.Pattern[str], change: Callable[[re.Match[str]], str]) -> int:
+    """Alter the first match in a stored stream; return which code cell it was in."""
+    for number, cell in enumerate(code_cells(notebook)):
+        for output in cell.outputs:
+            if output.output_type == "stream" and pattern.search(output.text):
+                output.text = pattern.sub(change, output.text, count=1)
+                return number
+    raise AssertionError(f"no output matches {pattern.pattern}")
+
+
+def other_digit(digit: str) -> str:
+    return str((int(digit) + 1) % 10)
+
+
+def alter_result(notebook: NotebookNode) -> int:
+    """The last digit of the first number that stands outside any marker."""
+    unmarked = re.compile(r"\A((?:[^⟨\d]|⟨[^⟩]*⟩)*[\d,.]*)(\d)")
+    return alter_first(notebook, unmarked, lambda match: match[1] + other_digit(match[2]))
+
+
+def alter_prediction(notebook: NotebookNode) -> int:
+    return alter_first(
+        notebook, PREDICTED, lambda match: match[1] + match[2][:-1] + other_digit(match[2][-1]) + match[3]
+    )
+
+
+def alter_measurement(notebook: NotebookNode) -> int:
+    return alter_first(notebook, MEASURED, lambda match: "⟨987 654 s⟩")
+
+
+def strip_outputs(notebook: NotebookNode, *, keep_counts: bool = False) -> None:
+    for cell in code_cells(notebook):
+        cell.outputs = []
+        if not keep_counts:
+            cell.execution_count = None
+
+
+def add_cell(notebook: NotebookNode, source: str, count: int | None = None) -> int:
+    notebook.cells.append(new_code_cell(source, execution_count=count))
+    return len(code_cells(notebook)) - 1
+
+
+ALTERATIONS: dict[str, Callable[[NotebookNode], int | None]] = {
+    "untouched": lambda notebook: None,
+    "result": alter_result,
+    "prediction": alter_prediction,
+    "measurement": alter_measurement,
+    "stripped": strip_outputs,
+    "emptied": lambda notebook: strip_outputs(notebook, keep_counts=True),
+    "unexecuted": lambda notebook: add_cell(notebook, "print('new')"),
+    "pretended": lambda notebook: add_cell(notebook, "print('new')", count=99),
+    "warning": lambda notebook: add_cell(notebook, "import warnings\nwarnings.warn('old')", count=99),
+    "endless": lambda notebook: add_cell(notebook, "while True: pass", count=99),
+}
+
+
+Compared = dict[str, tuple[int | None, dict[int, str], int]]
+
+
+@pytest.fixture(scope="module")
+def compared(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """For each alteration of the sample: the altered code cell, the cells nbval failed, the number of broken rules."""
+    folder = tmp_path_factory.mktemp("altered")
+    altered, broken = {}, {}
+    for name, change in ALTERATIONS.items():
+        notebook = nbformat.read(sample, as_version=4)
+        altered[name] = change(notebook)
+        broken[name] = len(list(rules.faults(rules.Notebook(sample, node=notebook))))
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    failed = compare(folder, timeout=5)
+    return {name: (altered[name], failed[name], broken[name]) for name in ALTERATIONS}
+
+
+@pytest.mark.parametrize("name", ["untouched", "measurement"])
+def test_passes(name: str, compared: Compared) -> None:
+    _, failed, broken = compared[name]
+    assert not failed
+    assert not broken
+
+
+@pytest.mark.parametrize("name", ["result", "prediction", "pretended", "warning"])
+def test_nbval_fails_the_altered_cell_and_no_other(name: str, compared: Compared) -> None:
+    altered, failed, _ = compared[name]
+    assert set(failed) == {altered}
+
+
+@pytest.mark.parametrize("name", ["stripped", "unexecuted"])
+def test_rules_catch_what_nbval_does_not_compare(name: str, compared: Compared) -> None:
+    *_, broken = compared[name]
+    assert broken
+
+
+def test_both_nets_catch_emptied_outputs(compared: Compared) -> None:
+    _, failed, broken = compared["emptied"]
+    assert failed
+    assert broken
+
+
+def test_an_endless_cell_ends_red(compared: Compared) -> None:
+    altered, failed, _ = compared["endless"]
+    assert set(failed) == {altered}
+    assert altered is not None
+    assert "Timeout of 5 seconds exceeded" in failed[altered]
+
+
+def test_the_timeout_of_the_test_run_is_explicit() -> None:
+    """nbval's own default lets a hung cell use up the whole job."""
+    seconds = float(NBVAL[NBVAL.index("--nbval-cell-timeout") + 1])
+    assert 0 < seconds <= 300
+
+
+def test_the_sanitiser_blanks_the_marker_alone() -> None:
+    from nbval.plugin import get_sanitize_patterns
+
+    path = ROOT / NBVAL[NBVAL.index("--nbval-sanitize-with") + 1]
+    ((pattern, replacement),) = get_sanitize_patterns(path.read_text(encoding="utf-8"))
+
+    def blanked(text: str) -> str:
+        return re.sub(pattern, replacement, text)
+
+    assert blanked("predicted 4.48 ms, took ⟨3.1 ms⟩, ⟨0.7⟩") == "predicted 4.48 ms, took <measured>, <measured>"
+    for text in ("4.48 ms", "<3.1 ms>", "(3.1 ms)", "⟨3.1\nms⟩", "3.1 ms⟩", "⟨3.1 ms", "0x7f3a1c00", "2026-01-01"):
+        assert blanked(text) == text
+
+
+@pytest.mark.slow
+def test_bites_on_a_real_chapter(tmp_path: Path) -> None:
+    """The quickest chapter, with a result, a prediction and a measured value altered: the first two must fail."""
+    seconds = measure.reference("run_times")["payload"]["seconds"]
+    for name in sorted(seconds, key=seconds.__getitem__):
+        path = ROOT / "book" / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        streams = "".join(o.text for cell in code_cells(notebook) for o in cell.outputs if o.output_type == "stream")
+        if PREDICTED.search(streams) and MEASURED.search(streams):
+            break
+    else:
+        raise AssertionError("no chapter prints both a predicted time and a measured value")
+    alter_measurement(notebook)
+    altered = {alter_result(notebook), alter_prediction(notebook)}
+    nbformat.write(notebook, tmp_path / path.name)
+    (failed,) = compare(tmp_path, timeout=120).values()
+    assert set(failed) == altered
+
+    book = rules.Book(ROOT / "book")
+    for change in (strip_outputs, lambda notebook: add_cell(notebook, "1 + 1")):
+        notebook = nbformat.read(path, as_version=4)
+        change(notebook)
+        assert list(rules.executed_in_order(rules.Notebook(path, node=notebook, book=book)))

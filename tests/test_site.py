@@ -1,0 +1,442 @@
+"""The built site, opened in a real browser: what a reader on a laptop or a phone, by day or by night, gets.
+
+Run by `make test` after the book was built. Without a Chromium the browser tests are skipped with a plain
+message; with CI=true they fail instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import nbformat
+import pytest
+import yaml
+from playwright.sync_api import Browser, Page, sync_playwright
+
+import tokenbytoken as tbt
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "_build" / "html"
+PROBE = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WIDTHS = {"laptop": (1280, 900), "phone": (390, 844)}
+
+
+def documents() -> list[str]:
+    """The pages that the table of contents names, without their suffix."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    return [toc["root"]] + [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
+
+
+DOCUMENTS = documents()
+CHAPTERS = [name for name in DOCUMENTS if re.fullmatch(r"book/\d\d_\w+", name)]
+
+
+# ------------------------------------------------------------------ the site, served; a browser to open it
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    if not (SITE / "index.html").exists():
+        if os.environ.get("CI") == "true":
+            pytest.fail("the site is not built: `make book` comes before these tests")
+        pytest.skip("the site is not built: run `make book` first")
+    return SITE
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host(site: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = next((path for name in CHROMIUMS if (path := shutil.which(name))), None)
+    if program is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no Chromium was found, and CI never skips the browser tests")
+        pytest.skip("no Chromium was found: install one (apt-get install chromium) to test the site in a browser")
+    with sync_playwright() as playwright:
+        # Inside a container root has no sandbox; only pages of this repository are opened.
+        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """One page, opened; what went wrong on the way is kept."""
+
+    def __init__(self, browser: Browser, host: str, width: str, scheme: str = "light") -> None:
+        columns, rows = WIDTHS[width]
+        self.host = host
+        # Reduced motion: a colour read in the middle of its transition would be neither theme's.
+        self.context = browser.new_context(
+            viewport={"width": columns, "height": rows},
+            color_scheme=scheme,  # type: ignore[arg-type]
+            reduced_motion="reduce",
+        )
+        self.page: Page = self.context.new_page()
+        self.foreign: list[str] = []
+        self.missing: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda r: self.foreign.append(r.url) if not self._own(r.url) else None)
+        self.page.on("response", lambda r: self.missing.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _own(self, address: str) -> bool:
+        return address.startswith((self.host, "data:", "blob:"))
+
+    def open(self, name: str) -> Page:
+        self.page.goto(urljoin(self.host, name), wait_until="load")
+        self.page.evaluate("() => window.MathJax && window.MathJax.startup && window.MathJax.startup.promise")
+        return self.page
+
+    def probe(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.page.evaluate(PROBE)
+        return found
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", [*DOCUMENTS, "search", "genindex"])
+def test_page(browser: Browser, host: str, name: str, width: str) -> None:
+    """No complaint, no other host, no raw TeX, no sideways scroll, nothing faint, by day and by night."""
+    visit = Visit(browser, host, width)
+    try:
+        visit.open(f"{name}.html")
+        for scheme in ("light", "dark"):
+            visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            visit.page.wait_for_function("scheme => document.documentElement.dataset.theme === scheme", arg=scheme)
+            found = visit.probe()
+            where = f"{name}, {width}, {scheme}"
+            assert not found["faint"], f"{where}: contrast below 4.5: {found['faint']}"
+            assert not found["rawTex"], f"{where}: raw TeX: {found['rawTex']}"
+            assert not found["errors"], f"{where}: MathJax could not set {found['errors']}"
+            assert found["typeset"] == found["formulas"], where
+            assert found["overflow"] <= 0, f"{where}: the page scrolls sideways: {found['wide']}"
+            assert not found["wide"], f"{where}: {found['wide']}"
+            assert not found["traceback"], f"{where}: a traceback is published"
+            for picture in found["pictures"]:
+                assert picture["alpha"] == 255, (
+                    f"{where}: {picture['source']} is missing or lets the page shine through"
+                )
+                assert len(picture["alt"]) >= 15, f"{where}: {picture['source']} says too little: {picture['alt']!r}"
+        assert not visit.complaints, visit.complaints
+        assert not visit.foreign, f"asks other hosts: {visit.foreign}"
+        assert not visit.missing, visit.missing
+    finally:
+        visit.close()
+
+
+def test_search_finds(browser: Browser, host: str) -> None:
+    """The search page, which needs no server of its own, finds a chapter by a word of its title."""
+    visit = Visit(browser, host, "laptop")
+    try:
+        page = visit.open("search.html?q=remembered")
+        page.wait_for_selector("#search-results li a")
+        hits = page.eval_on_selector_all(
+            "#search-results li a", "links => links.map(link => link.getAttribute('href'))"
+        )
+        assert any("04_kv_cache" in hit for hit in hits), hits
+        assert not visit.complaints, visit.complaints
+    finally:
+        visit.close()
+
+
+def test_keyboard(browser: Browser, host: str) -> None:
+    """The first Tab reaches the link past the navigation; a folded reply opens with Enter."""
+    visit = Visit(browser, host, "laptop")
+    try:
+        page = visit.open(f"{CHAPTERS[0]}.html")
+        page.keyboard.press("Tab")
+        assert page.evaluate("() => document.activeElement.getAttribute('href')") == "#main-content"
+        reply = page.locator("details.reply").first
+        reply.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert reply.get_attribute("open") is not None
+    finally:
+        visit.close()
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_download(browser: Browser, host: str, name: str) -> None:
+    """Each chapter offers its stand-alone notebook, and the file is a notebook."""
+    visit = Visit(browser, host, "laptop")
+    try:
+        page = visit.open(f"{name}.html")
+        link = page.locator(f"a[href$='colab/{Path(name).name}.ipynb']").first
+        address = urljoin(page.url, link.get_attribute("href"))
+        answer = page.request.get(address)
+        assert answer.ok, f"{answer.status} {address}"
+        nbformat.validate(nbformat.reads(answer.text(), as_version=4))
+    finally:
+        visit.close()
+
+
+# ------------------------------------------------------------------ the files, read
+
+
+FOREIGN = r"(?:url\(|@import\s+)['\"]?((?:https?:)?//[^'\")\s]+)"
+FORMULA = re.compile(r'class="math notranslate nohighlight"[^>]*>(.*?)</(?:span|div)>\s', re.S)
+
+
+class Links(HTMLParser):
+    """Ids, links and fetched resources of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.ids.update(given[key] for key in ("id", "name") if key in given)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if "src" in given:
+            self.fetched.append(given["src"])
+        if tag == "link" and given.get("rel") not in {"canonical", "next", "prev", "index", "search"}:
+            self.fetched.append(given.get("href", ""))
+
+
+def pages(site: Path) -> dict[Path, Links]:
+    return {
+        path: Links(path.read_text(encoding="utf-8"))
+        for path in sorted(site.rglob("*.html"))
+        if "_static" not in path.parts
+    }
+
+
+def test_links_resolve(site: Path) -> None:
+    """Every local link of every page leads to a file that exists, and to an id in it."""
+    read, dead = pages(site), []
+    for path, page in read.items():
+        for link in page.links:
+            target, fragment = urldefrag(link)
+            if urlparse(target).scheme:
+                continue
+            file = (path.parent / unquote(target)).resolve() if target else path
+            if not file.exists():
+                dead.append(f"{path.name}: {link}")
+            elif fragment and file in read and unquote(fragment) not in read[file].ids:
+                dead.append(f"{path.name}: {link} (no such place in the page)")
+    assert not dead, dead
+
+
+def test_nothing_is_fetched(site: Path) -> None:
+    """No script, style, font or picture of another host is named anywhere in the pages and styles."""
+    named = [
+        f"{path.name}: {address}"
+        for path, page in pages(site).items()
+        for address in page.fetched
+        if urlparse(address).netloc
+    ]
+    for sheet in site.rglob("*.css"):
+        named += [
+            f"{sheet.name}: {url}"
+            for url in re.findall(FOREIGN, sheet.read_text("utf-8"))
+        ]
+    assert not named, named
+
+
+WORDY = re.compile(r"\\(?:text\w*|math\w+|operatorname\*?|mbox|label|tag|begin|end|color)\s*\{[^{}]*\}|\\[A-Za-z]+")
+
+
+def words(tex: str) -> list[str]:
+    """Words in a formula that no macro declares to be words: a sign that two amounts of money became one."""
+    return re.findall(r"[A-Za-z]?[a-z]{3,}", WORDY.sub(" ", html.unescape(tex)))
+
+
+def test_amounts_are_not_formulas(site: Path) -> None:
+    assert words("2 per hour and") == ["hour"]
+    assert not words(r"\frac{\text{bytes per token}}{\mathrm{softmax}(x)} \operatorname{Var}(q) = 2LKDb")
+    found = []
+    for path in pages(site):
+        for tex in FORMULA.findall(path.read_text("utf-8")):
+            found += [f"{path.name}: {word} in {tex[:60]}" for word in words(re.sub(r"<[^>]+>", "", tex))]
+    assert not found, found
+
+
+def test_launch_buttons_lead_somewhere(site: Path) -> None:
+    """A Colab link names a stand-alone notebook that the published branch will hold; no address is invented."""
+    sys.path.insert(0, str(ROOT / "book" / "_ext"))
+    try:
+        import editions  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    slug = editions.repository(ROOT)
+    for path, page in pages(site).items():
+        for link in (link for link in page.links if urlparse(link).netloc.startswith("colab.")):
+            assert slug, f"{path.name} links {link}, but nothing says where the repository is"
+            prefix = f"{editions.COLAB}/{slug}/blob/gh-pages/"
+            assert link.startswith(prefix), link
+            assert (site / link.removeprefix(prefix)).exists(), link
+
+
+@pytest.mark.parametrize(
+    ("remote", "slug"),
+    [
+        ("https://github.com/reader/token-by-token.git", "reader/token-by-token"),
+        ("https://github.com/reader/token-by-token/", "reader/token-by-token"),
+        ("git@github.com:reader/token-by-token.git", "reader/token-by-token"),
+        ("https://example.org/reader/token-by-token", None),
+        ("reader/token-by-token", None),
+        ("/srv/git/book.git", None),
+    ],
+)
+def test_repository_address(remote: str, slug: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "book" / "_ext"))
+    import editions
+
+    monkeypatch.delenv("BOOK_REPOSITORY", raising=False)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert editions.repository(tmp_path) is None
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", remote], check=True)
+    assert editions.repository(tmp_path) == slug
+    monkeypatch.setenv("BOOK_REPOSITORY", "another/address")
+    assert editions.repository(tmp_path) == "another/address"
+
+
+# ------------------------------------------------------------------ the palette
+
+
+def palette() -> dict[str, dict[str, str]]:
+    """The colours of each theme, by name, as the style sheet gives them."""
+    sheet = (ROOT / "book" / "_static" / "book.css").read_text(encoding="utf-8")
+    blocks = dict.fromkeys(("any", "light", "dark"), "")
+    for selector, body in re.findall(r"^(html[^{,]*)\{(.*?)^\}", sheet, re.S | re.M):
+        theme = re.search(r'data-theme="(\w+)"', selector)
+        blocks[theme[1] if theme else "any"] += body
+    return {theme: dict(re.findall(r"--([\w-]+):\s*(#[0-9A-Fa-f]{6});", body)) for theme, body in blocks.items()}
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, by the definition of WCAG 2."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+HUES = ("llama", "deepseek", "jamba", "baseline", "reader")
+
+
+def test_contrast_is_that_of_the_standard() -> None:
+    assert contrast("#000000", "#FFFFFF") == pytest.approx(21)
+    assert contrast("#767676", "#FFFFFF") == pytest.approx(4.54, abs=0.01)  # the lightest grey that passes on white
+
+
+def test_palette_is_the_figures_palette() -> None:
+    """Pages and figures use one set of hues, and a figure's paper is the page's."""
+    sheet = palette()
+    for hue in HUES:
+        assert sheet["any"][hue] == tbt.plot.colors[hue]
+        assert sheet["light"][f"{hue}-text"] == tbt.plot.colors[f"{hue}-dark"]
+        assert sheet["dark"][f"{hue}-text"] == tbt.plot.colors[f"{hue}-light"]
+    assert sheet["light"]["paper"] == tbt.plot.paper
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_palette_is_legible(theme: str) -> None:
+    """Every colour for words reaches 4.5 on every surface that words stand on."""
+    colours = palette()[theme]
+    surfaces = ["paper", "sheet", "card", *(name for name in colours if name.endswith("-tint"))]
+    inks = ["ink", "soft", *(name for name in colours if name.endswith("-text") or name.startswith("code-"))]
+    assert len(surfaces) >= 6
+    assert len(inks) >= 12
+    low = {(i, s): contrast(colours[i], colours[s]) for i in inks for s in surfaces}
+    assert not {pair: round(value, 2) for pair, value in low.items() if value < 4.5}
+
+
+# ------------------------------------------------------------------ a build that must fail
+
+
+def notebook(*cells: Any) -> str:
+    page = nbformat.v4.new_notebook(cells=list(cells))
+    page.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python"},
+    }
+    return str(nbformat.writes(page))
+
+
+def small_book(folder: Path, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Build a book of two pages and `extra` ones with this repository's settings, extensions and command."""
+    (folder / "book").mkdir(parents=True)
+    for name in ("_ext", "_static"):
+        shutil.copytree(ROOT / "book" / name, folder / "book" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "_config.yml", folder / "_config.yml")
+    good = nbformat.v4.new_code_cell(
+        "print(6 * 7)", execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42\n")]
+    )
+    files = {
+        "book/index.md": "# Small\n\n:::::{predict}\nWhat is 6 · 7?\n\n::::{reply} 13\nThat is the sum.\n::::\n:::::\n",
+        "book/references.bib": "@book{knuth, title={The Art}, author={Knuth, Donald}, publisher={A}, year={1968}}\n",
+        "book/good.ipynb": notebook(
+            nbformat.v4.new_markdown_cell("# Good\n\n{cite:t}`knuth`\n\n```{bibliography}\n```"), good
+        ),
+        **extra,
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    names = sorted(name.rsplit(".", 1)[0] for name in files if name.endswith((".ipynb", ".md")) and "index" not in name)
+    (folder / "_toc.yml").write_text(
+        yaml.safe_dump({"format": "jb-book", "root": "book/index", "chapters": [{"file": n} for n in names]})
+    )
+    command = [sys.executable, str(ROOT / "book" / "_tools" / "build.py"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_build_refuses(tmp_path: Path) -> None:
+    """A sound book builds, in a folder with a space; an error, an unrun cell and a dead reference each stop it."""
+    sound = small_book(tmp_path / "a sound book", {})
+    assert sound.returncode == 0, sound.stderr
+    page = (tmp_path / "a sound book" / "_build" / "html" / "book" / "index.html").read_text(encoding="utf-8")
+    assert re.search(r"<details class=\"reply[^>]*>\s*<summary>13</summary>", page)
+
+    error = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
+    failed = nbformat.v4.new_code_cell("1 / 0", execution_count=1, outputs=[error])
+    unrun = nbformat.v4.new_code_cell("1 / 0")
+    title = nbformat.v4.new_markdown_cell("# A page")
+    for number, (cell, complaint) in enumerate(((failed, "ZeroDivisionError"), (unrun, "cell 2 was never run"))):
+        broken = small_book(tmp_path / str(number), {"book/broken.ipynb": notebook(title, cell)})
+        assert broken.returncode != 0
+        assert complaint in broken.stderr
+    dead = small_book(
+        tmp_path / "dead",
+        {"book/dead.md": "# Dead\n\n[nowhere](nowhere.md), {py:class}`no.such.Thing`, {cite:t}`nobody`\n"},
+    )
+    assert dead.returncode != 0
+    for complaint in ("nowhere", "no.such.Thing", "nobody"):
+        assert complaint in dead.stderr
