@@ -253,8 +253,8 @@ class DecoderConfig:
         """Read a Hugging Face ``config.json``.
 
         Accepts the spelling of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
-        (``rope_parameters``). Raises ValueError, naming the field, for anything that this package
-        cannot represent; a field it does not know is ignored only if it cannot change the logits.
+        (``rope_parameters``). Raises ValueError, naming the field, for a missing field and for a value that
+        this package cannot represent. Fields of training, initialisation and storage are ignored.
         """
         model_type = hf.get("model_type")
         if model_type not in _READERS:
@@ -361,26 +361,26 @@ def _attention(f: _Fields, *, rope: bool, default_kv_heads: int | None = None) -
     )
 
 
-def _llama(f: _Fields, name: str) -> DecoderConfig:
-    f.only("hidden_act", "silu")
-    layer = LayerConfig(
-        mixer=_attention(f, rope=True),
-        feed_forward=SwiGLUConfig(intermediate_size=f("intermediate_size"), bias=bool(f("mlp_bias", False))),
-    )
-    return f.decoder([layer] * f("num_hidden_layers"), name)
-
-
 def _refuse_window(f: _Fields) -> None:
-    if f("sliding_window", None) is not None:
+    if any(kind != "full_attention" for kind in f("layer_types", [])):
+        raise ValueError(
+            f"config field layer_types = {f('layer_types')!r} cannot be represented (only full_attention can)"
+        )
+    if f("sliding_window", None) is not None and f("use_sliding_window", True):
         raise ValueError(
             f"config field sliding_window = {f('sliding_window')!r} cannot be represented (only null can): "
             "this package attends to every earlier token"
         )
 
 
-def _mistral(f: _Fields, name: str) -> DecoderConfig:
+def _llama(f: _Fields, name: str) -> DecoderConfig:
+    f.only("hidden_act", "silu")
     _refuse_window(f)
-    return _llama(f, name)
+    layer = LayerConfig(
+        mixer=_attention(f, rope=True),
+        feed_forward=SwiGLUConfig(intermediate_size=f("intermediate_size"), bias=bool(f("mlp_bias", False))),
+    )
+    return f.decoder([layer] * f("num_hidden_layers"), name)
 
 
 def _mixtral(f: _Fields, name: str) -> DecoderConfig:
@@ -497,7 +497,7 @@ def _mamba(f: _Fields, name: str) -> DecoderConfig:
 
 _READERS = {
     "llama": _llama,
-    "mistral": _mistral,
+    "mistral": _llama,
     "mixtral": _mixtral,
     "deepseek_v2": lambda f, name: _deepseek(f, name, v3=False),
     "deepseek_v3": lambda f, name: _deepseek(f, name, v3=True),
