@@ -98,7 +98,7 @@
     const pen = canvas.getContext("2d");
     let alpha = -1;
     if (image.complete && image.naturalWidth) {
-      pen.drawImage(image, 0, 0, 24, 24);
+      pen.drawImage(image, -1, -1, 26, 26);  // a scaled picture's outermost pixels are blended with nothing
       alpha = 255;
       const data = pen.getImageData(0, 0, 24, 24).data;
       for (let i = 3; i < data.length; i += 4) alpha = Math.min(alpha, data[i]);

@@ -455,6 +455,14 @@ def test_c69_intensity_is_about_the_batch(batch: int) -> None:
     assert pass_cost(CONFIGS["llama-3.1-8b"], batch, 0).intensity == pytest.approx(batch, rel=0.01)
 
 
+def test_a_cached_token_is_moved_once_and_a_recurrent_state_twice() -> None:
+    llama, mamba = CONFIGS["llama-3.1-8b"], CONFIGS["mamba-2.8b"]
+    assert pass_cost(llama, 3, 10, 4).state_bytes == state_bytes(llama, 3, 14)  # 10 read, 4 written
+    assert pass_cost(mamba, 3, 10, 4).state_bytes == 2 * state_bytes(mamba, 3, 14)  # read and written
+    narrow = pass_cost(mamba, 3, 10, state_bytes_per_element=1, recurrent_bytes_per_element=2)
+    assert narrow.state_bytes == state_bytes(mamba, 3, 14)  # half the bytes, twice
+
+
 def test_tied_table_is_read_once() -> None:
     config = CONFIGS["smollm2-135m"]
     assert pass_cost(config, 1, 0).weight_bytes == weight_bytes(config)

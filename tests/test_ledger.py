@@ -46,6 +46,11 @@ def test_kv_heads_change_the_cache_and_not_the_weights() -> None:
     whole, grouped = row("smollm2-135m", kv_heads=9, gpus=1), row("smollm2-135m", gpus=1)
     assert whole.reader_bytes == 3 * grouped.reader_bytes
     assert whole.weight_bytes == grouped.weight_bytes
+    # on a machine with room for exactly the published weights and two such readers
+    exact = Accelerator(
+        name="x", memory_bytes=whole.weight_bytes + 2 * whole.reader_bytes, bandwidth=1e12, flops={"bf16": 1e15}
+    )
+    assert row("smollm2-135m", kv_heads=9, gpus=1, gpu=exact).readers == 2
     assert whole.token_seconds is None
     for model in ("deepseek-v3", "mamba-2.8b"):
         with pytest.raises(ValueError, match="no attention layers whose KV heads could be set"):

