@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book serve test lint execute colab test-colab test-matrix measure bench clean
+.PHONY: help book serve test lint edit execute colab test-colab test-matrix measure bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -36,6 +36,9 @@ test: $(STAMP)  ## lint, package tests, notebooks, book, browser, Colab edition;
 
 lint: $(STAMP)  ## ruff, mypy, and the schemas of the YAML files
 	@$(PY) tests/stages.py lint
+
+edit: $(STAMP)  ## edit a notebook as text: make edit NB=book/04_kv_cache.ipynb
+	@$(PY) book/_tools/edit.py $(NB)
 
 execute: $(STAMP)  ## run notebooks and store their outputs: make execute NB=book/04_kv_cache.ipynb
 	@$(PY) book/_tools/execute.py $(NB)

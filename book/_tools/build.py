@@ -6,6 +6,7 @@ python book/_tools/build.py [SOURCE]        SOURCE: the repository's root, this 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,13 @@ LAUNCH = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
 
 
 def build(source: Path) -> int:
-    """The exit status of Jupyter Book: 0 only if there was no error and no warning."""
+    """The exit status of Jupyter Book: 0 only if there was no error and no warning.
+
+    Always from nothing: what an earlier build remembers hides warnings, and can even stop a sound build when
+    the bibliography changed.
+    """
+    for leftover in ("html", ".doctrees", "jupyter_execute"):
+        shutil.rmtree(source / "_build" / leftover, ignore_errors=True)
     command = [
         sys.executable,
         "-c",

@@ -1,77 +1,50 @@
-"""Edit a notebook as text: open it as MyST Markdown in $EDITOR, then convert it back and run it.
+"""Edit a notebook as text: MyST Markdown in your editor, and back.
 
-    python book/_tools/edit.py book/04_kv_cache.ipynb
+    make edit NB=book/04_kv_cache.ipynb         with the editor that VISUAL or EDITOR names, or vi
 
-The notebook changes only if the edited text runs without a fault; if it does not, the text is kept beside
-the notebook (04_kv_cache.md) and taken up by the next call.
+Cells that were not touched keep their outputs; run `make execute NB=…` for the others.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import execute
-import jupytext  # type: ignore[import-untyped]
+import jupytext
 import nbformat
-from nbformat import NotebookNode
+from jupytext.combine import combine_inputs_with_outputs
 
+ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "md:myst"
 
 
-def to_text(notebook: NotebookNode) -> str:
-    return jupytext.writes(notebook, fmt=FORMAT)
-
-
-def from_text(text: str) -> NotebookNode:
-    """The notebook of a text, without outputs."""
-    return jupytext.reads(text, fmt=FORMAT)
-
-
-def edit(path: Path, editor: list[str]) -> None:
-    """One round: text, editor, notebook, run. Raises Refused with the text kept when the run has a fault."""
-    kept = path.with_suffix(".md")
-    before = to_text(nbformat.read(path, as_version=4))
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / kept.name
-        draft.write_text(kept.read_text(encoding="utf-8") if kept.exists() else before, encoding="utf-8")
-        subprocess.run([*editor, str(draft)], check=True)
-        after = draft.read_text(encoding="utf-8")
-        if after == before:
-            return
-        stored = path.with_name(f".{path.name}.part")
-        try:
-            nbformat.write(from_text(after), stored)
-            execute.execute(stored)
-        except Exception:
-            shutil.copyfile(draft, kept)
-            raise
-        else:
-            stored.replace(path)
-            kept.unlink(missing_ok=True)
-        finally:
-            stored.unlink(missing_ok=True)
+def edit(path: Path, editor: list[str]) -> bool:
+    """Open `path` as text; write it back if the text changed, and return whether it did."""
+    notebook = nbformat.read(path, as_version=4)
+    text = ROOT / "_build" / "edit" / f"{path.stem}.md"
+    text.parent.mkdir(parents=True, exist_ok=True)
+    jupytext.write(notebook, text, fmt=FORMAT)
+    before = text.read_text(encoding="utf-8")
+    subprocess.run([*editor, str(text)], check=True)
+    if text.read_text(encoding="utf-8") == before:
+        return False
+    edited = combine_inputs_with_outputs(jupytext.read(text, fmt=FORMAT), notebook)
+    nbformat.validate(edited)
+    nbformat.write(edited, path)
+    return True
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebook", type=Path)
-    path = parser.parse_args().notebook
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
-    if not editor:
-        print(f"set EDITOR, or convert by hand: jupytext --to {FORMAT} {path}", file=sys.stderr)
-        return 1
-    try:
-        edit(path, shlex.split(editor))
-    except execute.Refused as fault:
-        print(f"{path}: not changed, the text is kept as {path.with_suffix('.md')}: {fault}", file=sys.stderr)
-        return 1
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        print("name one notebook: make edit NB=book/04_kv_cache.ipynb", file=sys.stderr)
+        return 2
+    path = Path(sys.argv[1])
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    changed = edit(path, shlex.split(editor))
+    print(f"{path}: {f'changed; now make execute NB={path}' if changed else 'as it was'}")
     return 0
 
 
