@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jupytext
+import jupytext  # type: ignore[import-untyped]
 import nbformat
-from jupytext.combine import combine_inputs_with_outputs
+from jupytext.combine import combine_inputs_with_outputs  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "md:myst"
@@ -32,6 +32,11 @@ def edit(path: Path, editor: list[str]) -> bool:
     if text.read_text(encoding="utf-8") == before:
         return False
     edited = combine_inputs_with_outputs(jupytext.read(text, fmt=FORMAT), notebook)
+    untouched = {cell.source for cell in notebook.cells}
+    for cell in edited.cells:
+        # jupytext pairs cells that merely look alike; an output must not outlive the code that made it.
+        if cell.cell_type == "code" and cell.source not in untouched:
+            cell.outputs, cell.execution_count = [], None
     nbformat.validate(edited)
     nbformat.write(edited, path)
     return True
