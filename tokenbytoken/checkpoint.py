@@ -305,7 +305,7 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; markers such as <|im_start|> become their own ids, nothing is added."""
+        """Token ids of ``text``; markers such as ``<|im_start|>`` become their own ids, nothing is added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:

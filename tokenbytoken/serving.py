@@ -108,7 +108,7 @@ def roofline(
     state_bytes_per_element: float = 2,
     causal: bool = True,
 ) -> Cost:
-    """The cost function of a model on a machine: the pass of :func:`tokenbytoken.predict`, for unequal rows.
+    """The cost function of a model on a machine: the pass of :func:`~tokenbytoken.hardware.predict`, for unequal rows.
 
     The weights are read once for all rows; FLOPs and state add up over them. One row of logits is counted
     for each sequence. ``causal`` counts only the pairs of query and key that the mask leaves.

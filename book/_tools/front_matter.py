@@ -312,18 +312,19 @@ def measurements() -> str:
     """Every record under book/measurements, with where, when and how it was made; then the chapters' run times."""
     folder = BOOK / "measurements"
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    runs = [record for record in records if "payload" in record]
+    times = {record["name"]: record for record in records}.get("run_times")
     lines = ["| run | device | software | date | made by |", "|---|---|---|---|---|"]
-    for run in runs:
+    for run in records:
         device = f"{run['cpu']}, {run['threads']} threads" if run["device"] == "cpu" else run["device"]
         device += f", driver {run['driver']}" if run["driver"] else ""
         device += ", busy" if run["busy"] else ""
         software = f"torch {run['torch']}, Python {run['python']}" + (f", CUDA {run['cuda']}" if run["cuda"] else "")
         lines.append(f"| {run['name']} | {device} | {software} | {run['date']} | `{run['command']}` |")
-    times = next((record["chapters"] for record in records if "chapters" in record), {})
-    lines += ["", "## Run time of each chapter", "", "| chapter | seconds | machine | date |", "|---|--:|---|---|"]
-    for name, entry in sorted(times.items()):
-        lines.append(f"| {name} | {entry['seconds']:.0f} | {entry['device']} | {entry['date']} |")
+    lines += ["", "## Run time of each chapter", ""]
+    if times:
+        lines += [f"Top to bottom, kernel start included, on {times['cpu']}, {times['threads']} threads.", ""]
+        lines += ["| chapter | seconds |", "|---|--:|"]
+        lines += [f"| {name} | {seconds:.0f} |" for name, seconds in sorted(times["payload"]["seconds"].items())]
     return "\n".join(lines) + "\n"
 
 
