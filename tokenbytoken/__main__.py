@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     size = commands.add_parser(
         "size",
         help="does a model fit, and how fast can it be at best",
-        description="Does a model fit, and how fast can it be at best? Times are lower bounds (roofline).",
+        description="Does a model fit, and how fast can it be at best? Times are the roofline plus messages between GPUs.",
         epilog=f"models: {', '.join(published)}. GPUs: {', '.join(accelerators)}.",
     )
     size.add_argument("model", metavar="MODEL", help="a published model, or a path to a Hugging Face config.json")
@@ -135,7 +135,7 @@ def size(arguments: argparse.Namespace) -> str:
         ("decode step", _pass(step)),
         ("", f"at most {step.tokens_per_second:,.1f} tokens/s over the batch, {step.cost.intensity:,.1f} FLOP/B"),
         ("prefill", _pass(prompt)),
-        ("", "activations left out; times are lower bounds at data-sheet rates, attention without masked pairs"),
+        ("", "activations left out; roofline at data-sheet rates plus messages, attention without masked pairs"),
     ]
     if config.max_positions is not None and context > config.max_positions:
         lines.append(("note", f"the publisher states at most {config.max_positions:,} positions"))

@@ -2,10 +2,11 @@
 
 One node of eight GPUs; a reader pastes 131,072 tokens and wants 1,000 back. Each row asks the question of
 one model in one form. Nothing in it is typed in: weights and state are counted from the config, times
-come from the roofline.
+come from the roofline, plus an assumed 10 µs and a ring over the links for each message between GPUs
+(:func:`tokenbytoken.hardware.communication_seconds`). Activations are left out.
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
-131,072 tokens in; state and times of one reader; times are lower bounds, activations aside
+131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
                          node       memory   weights   a reader   readers   first token   a token
 llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2        21.1 s   23.1 ms
 """
@@ -172,7 +173,7 @@ class Ledger:
         ]
         contexts = sorted({row.context for row in self.rows})
         title = " or ".join(f"{context:,}" for context in contexts) + " tokens in; state and times of one reader; "
-        title += "times are lower bounds, activations aside"
+        title += "times: roofline plus messages between GPUs"
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
     __repr__ = __str__
