@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     size = commands.add_parser(
         "size",
         help="does a model fit, and how fast can it be at best",
-        description="Does a model fit, and how fast can it be at best? Times are the roofline plus messages between GPUs.",
+        description="Does a model fit, and how fast can it be? Times are the roofline plus messages between GPUs.",
         epilog=f"models: {', '.join(published)}. GPUs: {', '.join(accelerators)}.",
     )
     size.add_argument("model", metavar="MODEL", help="a published model, or a path to a Hugging Face config.json")

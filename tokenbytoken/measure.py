@@ -936,7 +936,7 @@ def _record_path(name: str) -> Path:
 def _command() -> str:
     """The command line, without the folders of the machine it ran on."""
     if os.path.basename(sys.argv[0]) == "ipykernel_launcher.py":
-        return "make execute"
+        return f"TBT_RECORD=1 make execute NB={os.environ.get('TBT_NOTEBOOK', 'book/…')}"
     return shlex.join(["python", *(os.path.basename(a) if os.path.isabs(a) else a for a in sys.argv)])
 
 

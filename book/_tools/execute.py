@@ -39,14 +39,14 @@ class Refused(Exception):
     """The notebook ran, or failed to, in a way that must not be published."""
 
 
-def kernel_environment() -> dict[str, str]:
-    """The kernel's environment: this checkout's package, and no spinning threads beside other work."""
+def kernel_environment(name: str) -> dict[str, str]:
+    """The kernel's environment: this checkout's package, no spinning threads, and for records the notebook's name."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path, "TBT_NOTEBOOK": f"book/{name}"}
 
 
-def run(notebook: NotebookNode, folder: Path, timeout: float) -> float:
-    """Execute in place, in a new kernel started in `folder`; return the seconds, kernel start included."""
+def run(notebook: NotebookNode, path: Path, timeout: float) -> float:
+    """Execute in place, in a new kernel started beside `path`; return the seconds, kernel start included."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -55,12 +55,12 @@ def run(notebook: NotebookNode, folder: Path, timeout: float) -> float:
         timeout=timeout,
         kernel_name="python3",
         record_timing=False,
-        resources={"metadata": {"path": str(folder)}},
+        resources={"metadata": {"path": str(path.parent)}},
     )
     started = time.perf_counter()
     try:
         # The kernel's own start-up remarks; what a cell writes to stderr still arrives as an output.
-        client.execute(env=kernel_environment(), stderr=subprocess.DEVNULL)
+        client.execute(env=kernel_environment(path.name), stderr=subprocess.DEVNULL)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise Refused(f"{where(notebook)}\n{COLOUR.sub('', str(error)).rstrip()}") from error
     return time.perf_counter() - started
@@ -131,7 +131,7 @@ def execute(path: Path, timeout: float = 600) -> float:
     """Run `path`, save it cleaned, return its seconds. Raises Refused and leaves the file alone on any fault."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.source.strip()]
-    seconds = run(notebook, path.parent, timeout)
+    seconds = run(notebook, path, timeout)
     clean(notebook)
     refuse_stderr(notebook)
     refuse_paths(notebook)
