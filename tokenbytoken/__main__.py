@@ -88,7 +88,7 @@ def _pass(prediction: Prediction) -> str:
         )
         if seconds
     )
-    return f"at least {_time(prediction.seconds)}, bound by {prediction.binds} ({terms})"
+    return f"{_time(prediction.seconds)}, bound by {prediction.binds} ({terms})"
 
 
 def size(arguments: argparse.Namespace) -> str:
@@ -133,7 +133,7 @@ def size(arguments: argparse.Namespace) -> str:
         ("fits", f"{'yes' if step.fits else 'no'}: {_bytes(step.bytes_needed)} of {_bytes(step.bytes_available)}"),
         ("room for", room),
         ("decode step", _pass(step)),
-        ("", f"at most {step.tokens_per_second:,.1f} tokens/s over the batch, {step.cost.intensity:,.1f} FLOP/B"),
+        ("", f"{step.tokens_per_second:,.1f} tokens/s over the batch, {step.cost.intensity:,.1f} FLOP/B"),
         ("prefill", _pass(prompt)),
         ("", "activations left out; roofline at data-sheet rates plus messages, attention without masked pairs"),
     ]

@@ -843,7 +843,7 @@ def show(
     unit: str = "ms",
     timing: Timing | None = None,
 ) -> None:
-    """Print one line: label, measured, spread, predicted, and measured ÷ predicted.
+    """Print one line: label, measured (and its spread), predicted, and measured ÷ predicted.
 
     Values are in base units, like those of :func:`measured`. A :class:`Timing` brings its spread, the middle
     half of its runs. A prediction from a :class:`Calibration` is marked like a measured value; any other is
@@ -855,7 +855,8 @@ def show(
     line = f"{label}: measured ⟨{_in(measured, unit)}⟩"
     if timing is not None:
         disturbed = ", machine busy" if timing.busy else ""
-        line += f" (spread ⟨{_in(timing.low, unit)} to {_in(timing.high, unit)}{disturbed}⟩)"
+        low, high = (_digits(value / _UNITS[unit], 2) for value in (timing.low, timing.high))
+        line += f" (⟨{low} to {high}{disturbed}⟩)"
     if predicted is not None:
         if not predicted > 0:
             raise ValueError(f"{label}: predicted must be positive, not {predicted}")
