@@ -402,10 +402,10 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     show("rate", 2e9, unit="GB/s")
     show("step", Timing(3.1e-3, 3.0e-3, 3.3e-3, 7, busy=True))
     assert capsys.readouterr().out.splitlines() == [
-        "step: measured ⟨3.1 ms⟩ (⟨3.0 to 3.3⟩), predicted 4.48 ms, measured ÷ predicted ⟨0.69⟩",
-        "step: measured ⟨3.1 ms⟩, predicted ⟨4.5 ms⟩, measured ÷ predicted ⟨0.69⟩",
-        "rate: measured ⟨2.0 GB/s⟩",
-        "step: measured ⟨3.1 ms⟩ (⟨3.0 to 3.3, machine busy⟩)",
+        "step: ⟨3.1 ms⟩ (⟨3.0 to 3.3⟩), predicted 4.48 ms, measured ÷ predicted ⟨0.69⟩",
+        "step: ⟨3.1 ms⟩, predicted ⟨4.5 ms⟩, measured ÷ predicted ⟨0.69⟩",
+        "rate: ⟨2.0 GB/s⟩",
+        "step: ⟨3.1 ms⟩ (⟨3.0 to 3.3, machine busy⟩)",
     ]
     with pytest.raises(ValueError, match="predicted must be positive"):
         show("step", 1.0, 0.0)

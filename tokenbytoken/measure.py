@@ -852,7 +852,7 @@ def show(
     if isinstance(measured, Timing):
         timing = timing or measured
         measured = measured.median
-    line = f"{label}: measured ⟨{_in(measured, unit)}⟩"
+    line = f"{label}: ⟨{_in(measured, unit)}⟩"
     if timing is not None:
         disturbed = ", machine busy" if timing.busy else ""
         low, high = (_digits(value / _UNITS[unit], 2) for value in (timing.low, timing.high))
