@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,23 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
         target.truncate(20_000_000)
     with pytest.raises(ValueError, match=r"cut\.gguf is not a readable GGUF file"):
         tbt.load(cut)
+
+
+def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
+    reader = tbt.checkpoint.gguf_reader(tbt.checkpoint.find(SMOLLM2))
+    assert tbt.checkpoint.gguf_reader(tbt.checkpoint.find(SMOLLM2)) is reader
+    copy = tmp_path / "model.gguf"
+    shutil.copyfile(tbt.checkpoint.find(SMOLLM2), copy)
+    before = tbt.checkpoint.gguf_reader(copy)
+    os.utime(copy, ns=(1, 1))
+    assert tbt.checkpoint.gguf_reader(copy) is not before
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 7)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
+        tbt.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json holds no JSON object"):
+        tbt.load(tmp_path)

@@ -165,3 +165,19 @@ def test_functions_stay_when_their_modules_are_imported() -> None:
     assert set(tbt.__all__) <= set(dir(tbt))
     with pytest.raises(AttributeError, match="nothing"):
         tbt.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"rope_type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "Llama3Scaling"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "Llama3Scaling"),
+        ({"rope_type": "yarn", "factor": -4.0}, "YarnScaling"),
+        ({"rope_theta": float("inf")}, "theta"),
+    ],
+)
+def test_scalings_that_would_give_nan_are_refused(block: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(LLAMA, rope_parameters={"original_max_position_embeddings": 32, **block})
+    with pytest.raises(ValueError, match="norm_eps"):
+        read(LLAMA, rms_norm_eps=-1.0)

@@ -438,7 +438,7 @@ def test_bad_marks_copies_and_joins_are_refused(pair: tuple[torch.nn.Module, tbt
     state.rewind(start)
     for call, words in [
         (lambda: state.rewind(late), "holds only 0"),
-        (lambda: state.rewind(dataclasses.replace(start, layers=())), "0 layers"),
+        (lambda: state.rewind(model.new_state(2, 10).mark()), "another state's"),
         (lambda: state.select([]), "non-empty"),
         (lambda: state.select([2]), "0 … 1"),
         (lambda: tbt.DecoderState.concat([]), "empty"),
@@ -450,3 +450,39 @@ def test_bad_marks_copies_and_joins_are_refused(pair: tuple[torch.nn.Module, tbt
         with pytest.raises(ValueError, match="max_length 5 is too short"):
             call()
     assert state.length == 6
+
+
+def test_marks_are_void_after_a_deeper_rewind(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    _, model = pair
+    state = model.new_state(1, 12)
+    start = state.mark()
+    model(random_tokens(1, 3), state)
+    stale = state.mark()
+    state.rewind(start)
+    model(random_tokens(1, 4, seed=1), state)  # length 4 ≥ 3, but what the mark described is gone
+    with pytest.raises(ValueError, match="another state's, or lies behind"):
+        state.rewind(stale)
+    state.rewind(start)
+    assert state.length == 0
+
+
+def test_states_serve_only_models_like_theirs(pair: tuple[torch.nn.Module, tbt.Decoder], tmp_path: Path) -> None:
+    _, model = pair
+    mqa = ours(llama(num_key_value_heads=1), tmp_path)
+    with pytest.raises(ValueError, match="other layers or another dtype"):
+        mqa(random_tokens(1, 2), model.new_state(1, 4))
+    half = tbt.load(tmp_path, dtype=torch.float16)
+    with pytest.raises(ValueError, match="different layers or dtype"):
+        tbt.DecoderState.concat([mqa.new_state(1, 4), half.new_state(1, 4)])
+
+
+def test_padding_and_rows_are_taken_by_value(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    _, model = pair
+    padding = torch.tensor([0, 2])
+    state = model.new_state(2, 8, padding)
+    padding.zero_()
+    assert state.padding.tolist() == [0, 2]
+    model(random_tokens(2, 4), state)
+    assert state.select(torch.tensor([1, 0])).padding.tolist() == [2, 0]
+    with pytest.raises(ValueError, match="rows"):
+        state.select([True, False])

@@ -275,3 +275,27 @@ def test_command_refuses_bad_input_in_one_line(arguments: tuple[str, ...], words
 def test_distinct_rows_share_no_luck(pair: tuple[Any, tbt.Decoder]) -> None:
     rows = tbt.generate(pair[1], [[5]] * 6, 12, temperature=1.5, seed=3)
     assert Counter(map(tuple, rows)).most_common(1)[0][1] == 1
+
+
+def test_tokens_may_come_as_tensors_and_eos_as_any_collection(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    prompt = random_tokens(2, 6)
+    want = tbt.generate(model, prompt[0].tolist(), 8)
+    assert tbt.generate(model, prompt[0], 8) == want
+    assert tbt.generate(model, prompt.numpy(), 8)[0] == want
+    ended = tbt.generate(model, prompt[0], 8, eos_ids=[96, want[3]])
+    assert tbt.generate(model, prompt[0], 8, eos_ids=iter([96, want[3]])) == ended
+    for bad in ("text", [[1, 2], 3], [1.5]):
+        with pytest.raises(ValueError, match="collection of token ids"):
+            tbt.generate(model, bad, 2)
+    with pytest.raises(ValueError, match="eos_ids"):
+        tbt.generate(model, [1], 2, eos_ids=2)
+
+
+def test_logits_that_are_not_numbers_are_refused() -> None:
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="not finite"):
+            tbt.sample(torch.tensor([[1.0, float("nan")]]), temperature)
+    tiny = tbt.sample(torch.tensor([[1.0, 2.0]]), 1.0, top_p=1e-46, generator=torch.Generator().manual_seed(0))
+    assert tiny.tolist() == [1]
+    assert tbt.sample(torch.tensor([[1.0, 2.0]]), 1e-46).tolist() == [1]

@@ -44,6 +44,9 @@ def caught(wrong: Any, want: Any, tolerance: float, *, label: str) -> None:
     printed is the same on every processor. Raises AssertionError when the check would let it pass.
     """
     error, fault = _error(wrong, want, tolerance)
+    right = _tensor(want)
+    if right.numel() == 0 or bool(right.isnan().any()):
+        raise AssertionError(f"{label}: there is nothing to compare with")
     if fault:
         print(f"{label}: caught ({fault})")
         return

@@ -131,7 +131,10 @@ def _own_name(name: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"{path.name} holds no JSON object")
+        return value
     except FileNotFoundError:
         raise ValueError(f"{path.parent.name}/ holds no {path.name}") from None
     except json.JSONDecodeError as error:
@@ -154,7 +157,10 @@ def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Call
 
     def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         for shard in shards:
-            file = safe_open(path / shard, framework="pt")
+            try:
+                file = safe_open(path / shard, framework="pt")
+            except Exception as error:
+                raise ValueError(f"{shard} is not a readable safetensors file: {error}") from None
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 if not _NOT_WEIGHTS.search(name):
                     yield _own_name(name), partial(file.get_tensor, name)
@@ -180,9 +186,15 @@ _GGUF_NAMES = {
 }
 
 
-@lru_cache(maxsize=2)
 def gguf_reader(path: Path) -> gguf.GGUFReader:
     """The fields and tensors of a GGUF file, mapped and not yet expanded; ValueError if it is none."""
+    path = Path(path).resolve()
+    status = path.stat()
+    return _gguf_reader(path, status.st_mtime_ns, status.st_size)  # a file that was replaced is read anew
+
+
+@lru_cache(maxsize=2)
+def _gguf_reader(path: Path, modified: int, size: int) -> gguf.GGUFReader:
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -198,7 +210,7 @@ def gguf_reader(path: Path) -> gguf.GGUFReader:
 
     try:
         return Reader(path)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a damaged file fails in many ways, wherever its bytes stop making sense
         raise ValueError(f"{path.name} is not a readable GGUF file: {error}") from None
 
 

@@ -52,6 +52,11 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_positions: int
 
+    def __post_init__(self) -> None:
+        _positive(self, "original_max_positions")
+        if not (0 < self.factor < math.inf and 0 < self.low_freq_factor < self.high_freq_factor < math.inf):
+            raise ValueError(f"Llama3Scaling needs factor > 0 and 0 < low_freq_factor < high_freq_factor: {self}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
@@ -67,6 +72,11 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "original_max_positions")
+        if not (0 < self.factor < math.inf and 0 < self.beta_slow < self.beta_fast < math.inf):
+            raise ValueError(f"YarnScaling needs factor > 0 and 0 < beta_slow < beta_fast: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +95,7 @@ class RopeConfig:
         _positive(self, "dim")
         if self.dim % 2:
             raise ValueError(f"RopeConfig.dim must be even (numbers turn in pairs), not {self.dim}")
-        if not self.theta > 0:
+        if not 0 < self.theta < math.inf:
             raise ValueError(f"RopeConfig.theta must be positive, not {self.theta}")
 
 
@@ -241,6 +251,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "hidden_size")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"DecoderConfig.norm_eps must be a positive number, not {self.norm_eps}")
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty: a decoder needs at least one layer")
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -90,9 +92,9 @@ class Layer(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mark:
-    """A place to come back to: a length, and copies of the parts of a state that cannot be cut back."""
+    """A place to come back to in one state: a length, and copies of the parts that cannot be cut back."""
 
     length: int
     layers: tuple[Any, ...]
@@ -106,13 +108,15 @@ class DecoderState:
     (B,) counts each row's pads and is fixed at creation.
     """
 
-    def __init__(self, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
+    def __init__(self, kind: Any, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
+        self.kind = kind  # which models it serves: those of the same layers and dtype
         self.layers = layers
         self.max_length = max_length
         self.padding = padding
         self.length = length
         self.batch_size = len(padding)
         self.padded = padding.device.type != "meta" and bool(padding.any())
+        self._marks: WeakSet[Mark] = WeakSet()  # those that still describe what the state holds
 
     @property
     def nbytes(self) -> int:
@@ -126,17 +130,23 @@ class DecoderState:
 
     def mark(self) -> Mark:
         """Remember this point; costs nothing for caches, a copy for recurrent parts."""
-        return Mark(self.length, tuple(layer.mark() for layer in self.layers))
+        mark = Mark(self.length, tuple(layer.mark() for layer in self.layers))
+        self._marks.add(mark)
+        return mark
 
     def rewind(self, mark: Mark) -> None:
-        """Forget everything after ``mark``. Raises ValueError for a mark that lies ahead or is another model's."""
-        if len(mark.layers) != len(self.layers):
-            raise ValueError(f"the mark has {len(mark.layers)} layers, the state {len(self.layers)}")
+        """Forget everything after ``mark``; marks made after it are void from then on.
+
+        Raises ValueError for a mark that is void, lies ahead, or was made by another state.
+        """
         if mark.length > self.length:
             raise ValueError(f"cannot rewind to length {mark.length}: the state holds only {self.length} tokens")
+        if mark not in self._marks:
+            raise ValueError("this mark is another state's, or lies behind a point that was rewound")
         for layer, layer_mark in zip(self.layers, mark.layers, strict=True):
             layer.rewind(layer_mark)
         self.length = mark.length
+        self._marks = WeakSet(kept for kept in self._marks if kept.length <= mark.length)
 
     def copy(self, max_length: int | None = None) -> DecoderState:
         """An independent state with the same content (only used bytes are copied), optionally of another size."""
@@ -147,7 +157,7 @@ class DecoderState:
 
         Columns that are padding in all of them are dropped, so ``length`` may shrink.
         """
-        rows = list(rows)
+        rows = [-1 if isinstance(row, bool) else index(row) for row in rows]
         if not rows or not all(0 <= row < self.batch_size for row in rows):
             raise ValueError(f"rows {rows} must be a non-empty choice from 0 … {self.batch_size - 1}")
         spare = min(int(self.padding[rows].min()), self.length)
@@ -158,8 +168,8 @@ class DecoderState:
         """One batch from several states of the same model: rows keep their order, shorter ones gain padding."""
         if not states:
             raise ValueError("nothing to concatenate: the list of states is empty")
-        if len({len(state.layers) for state in states}) != 1:
-            raise ValueError("the states belong to models with different numbers of layers")
+        if any(state.kind != states[0].kind for state in states):
+            raise ValueError("the states belong to models of different layers or dtype")
         length = max(state.length for state in states)
         longest = max(states, key=lambda state: state.max_length)
         max_length = longest._at_least(max_length, length)
@@ -167,7 +177,8 @@ class DecoderState:
             state._gather(list(range(state.batch_size)), 0, max_length, length - state.length) for state in states
         ]
         layers = [type(column[0]).concat(column) for column in zip(*(state.layers for state in aligned), strict=True)]
-        return DecoderState(layers, max_length, torch.cat([state.padding for state in aligned]), length)
+        padding = torch.cat([state.padding for state in aligned])
+        return DecoderState(states[0].kind, layers, max_length, padding, length)
 
     def _at_least(self, max_length: int | None, length: int) -> int:
         if max_length is None:
@@ -179,7 +190,8 @@ class DecoderState:
     def _gather(self, rows: list[int], start: int, max_length: int, shift: int = 0) -> DecoderState:
         """Tokens start … length of the chosen rows, moved right by ``shift``."""
         layers = [layer.gather(rows, start, self.length, max_length, shift) for layer in self.layers]
-        return DecoderState(layers, max_length, self.padding[rows] - start + shift, self.length - start + shift)
+        padding = self.padding[rows] - start + shift
+        return DecoderState(self.kind, layers, max_length, padding, self.length - start + shift)
 
 
 class Decoder(nn.Module):
@@ -212,7 +224,7 @@ class Decoder(nn.Module):
         pads = _check_padding([0] * batch_size if padding is None else padding, batch_size, max_length)
         mixers: list[Any] = [layer.mixer for layer in self.layers]
         layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in mixers]
-        return DecoderState(layers, max_length, pads.to(weight.device))
+        return DecoderState((self.config.layers, weight.dtype), layers, max_length, pads.to(weight.device))
 
     def forward(
         self, tokens: Tensor, state: DecoderState | None = None, *, logits: Literal["all", "last", "none"] = "all"
@@ -254,8 +266,8 @@ class Decoder(nn.Module):
                 bad = low if low < 0 else high
                 raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
         if state is not None:
-            if len(state.layers) != len(self.layers):
-                raise ValueError(f"the state has {len(state.layers)} layers, the model {len(self.layers)}")
+            if state.kind != (self.config.layers, self.embed.weight.dtype):
+                raise ValueError("the state was made for a model of other layers or another dtype")
             if state.batch_size != B:
                 raise ValueError(f"the batch has {B} rows, the state was made for {state.batch_size}")
             if state.length + T > state.max_length:
@@ -274,4 +286,4 @@ def _check_padding(padding: Sequence[int] | Tensor, batch_size: int, max_length:
         raise ValueError(f"padding must not be negative: {pads.tolist()}")
     if bool((pads >= max_length).any()):
         raise ValueError(f"padding {pads.tolist()} leaves no room for a real token in max_length {max_length}")
-    return pads.to(torch.int64)
+    return pads.to(torch.int64, copy=True)  # fixed at creation, whatever the caller does to its own tensor

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from operator import index
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +38,9 @@ def sample(
     crosses the threshold stays; Holtzman et al. 2019, arXiv 1904.09751), and one token is drawn.
     """
     _check_sampling(temperature, top_k, top_p)
-    if temperature == 0 or top_p == 0 or top_k == 1:
+    if temperature < torch.finfo(torch.float32).tiny or top_p == 0 or top_k == 1:
         return _argmax(logits)
+    _check_logits(logits)
     logits = logits.to(torch.float32 if logits.dtype != torch.float64 else torch.float64)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # shifted first: the largest stays 0, not inf
     # A stable sort keeps the lowest index first among equals, so that cuts at a tie agree with greedy choice.
@@ -47,23 +50,39 @@ def sample(
     probabilities = sorted_logits.softmax(-1)
     if top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        beyond = before >= top_p
+        beyond[:, 0] = False  # the likeliest token stays, however small top_p is
+        probabilities = probabilities.masked_fill(beyond, 0)
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return order.gather(-1, choice).squeeze(-1)
 
 
 def _argmax(logits: Tensor) -> Tensor:
     """Index of the largest entry of each row, the lowest on ties (torch leaves that choice open)."""
+    _check_logits(logits)
     return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+
+
+def _check_logits(logits: Tensor) -> None:
+    if not bool(logits.amax(-1).isfinite().all()):  # amax hands a NaN on
+        raise ValueError("the logits are not finite: the model's weights or its dtype are at fault")
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be a number ≥ 0, not {temperature}")
-    if top_k is not None and top_k < 1:
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be at least 1 (or None), not {top_k}")
     if not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
+
+
+def _ids(tokens: Any, what: str) -> list[int]:
+    """Token ids as plain integers, from any collection of them."""
+    try:
+        return [index(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)]
+    except TypeError:
+        raise ValueError(f"{what} must be a collection of token ids, not {tokens!r}") from None
 
 
 def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
@@ -93,6 +112,7 @@ def _steps(
     """Check everything, then yield, step by step, the new token of each unfinished row: {row: token}."""
     _check_prompts(model, prompts)
     _check_sampling(temperature, top_k, top_p)
+    eos_ids = _ids(eos_ids, "eos_ids")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer ≥ 0, not {max_new_tokens!r}")
     lengths = [len(prompt) for prompt in prompts]
@@ -175,8 +195,9 @@ def generate(
     same tokens. Raises ValueError, before computing anything, when
     prompt and new tokens exceed ``max_length`` or the state's.
     """
-    batched = len(prompt) > 0 and not isinstance(prompt[0], int)
-    prompts: Sequence[Sequence[int]] = prompt if batched else [prompt]  # type: ignore[assignment, list-item]
+    plain: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a tensor or an array is welcome
+    batched = len(plain) > 0 and (hasattr(plain[0], "__len__") and not isinstance(plain[0], str))
+    prompts = [_ids(p, "a prompt") for p in plain] if batched else [_ids(plain, "the prompt")]
     new: list[list[int]] = [[] for _ in prompts]
     for step in _steps(
         model, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -205,7 +226,7 @@ def stream(
     Arguments are checked when the function is called, not when the first token is asked for.
     """
     steps = _steps(
-        model, [prompt], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        model, [_ids(prompt, "the prompt")], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         eos_ids=eos_ids, seed=seed, state=state, max_length=max_length,
     )  # fmt: skip
     return (step[0] for step in steps)
