@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -542,10 +543,20 @@ def test_latent_attention_absorbs_in_decode_and_expands_in_prefill() -> None:
 
 
 BAD_PASSES: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+    ({"batch_size": 0}, "batch_size must be a positive integer, not 0"),
     ({"context": -1}, "context must be an integer of at least 0, not -1"),
-    ({"new_tokens": 0}, "new_tokens must be an integer of at least 1, not 0"),
-    ({"batch_size": 1.5}, "batch_size must be an integer"),
+    ({"new_tokens": 0}, "new_tokens must be a positive integer, not 0"),
+    ({"batch_size": 1.5}, "batch_size must be a positive integer, not 1.5"),
+    ({"batch_size": True}, "batch_size must be a positive integer, not True"),
+    ({"batch_size": np.True_}, "batch_size must be a positive integer"),
+    ({"context": 4.0}, "context must be an integer of at least 0, not 4.0"),
+    ({"context": "4"}, "context must be an integer of at least 0, not '4'"),
+    ({"context": 2**64}, r"context must be below 2\^63"),
+    ({"new_tokens": math.nan}, "new_tokens must be a positive integer, not nan"),
+    ({"state_bytes_per_element": True}, "state_bytes_per_element must be a number above 0, not True"),
+    ({"state_bytes_per_element": 1e308}, r"state_bytes_per_element must lie between 2\^-63 and 2\^63"),
+    ({"recurrent_bytes_per_element": "4"}, "recurrent_bytes_per_element must be a number above 0, not '4'"),
+    ({"config": "llama-3.1-8b"}, "the config must be a DecoderConfig, not 'llama-3.1-8b'"),
     ({"logits": "some"}, "logits must be"),
     ({"state_bytes_per_element": 0}, "state_bytes_per_element must be a number above 0"),
     ({"recurrent_bytes_per_element": -4}, "recurrent_bytes_per_element must be a number above 0"),
@@ -559,6 +570,55 @@ BAD_PASSES: list[tuple[dict[str, Any], str]] = [
 def test_bad_passes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pass_cost(**{"config": CONFIGS["smollm2-135m"], "batch_size": 1, "context": 0} | change)
+
+
+NOT_A_SIZE = [True, -1, math.nan, math.inf, 1.5, "1", None]
+NOT_A_WIDTH = [True, 0, -2, math.nan, math.inf, 1e308, "2", None, 2j]
+
+
+@pytest.mark.parametrize("config", [CONFIGS["llama-3.1-8b"], CONFIGS["jamba-v0.1"]], ids=["llama", "jamba"])
+def test_sizes_of_a_wrong_kind_are_refused_by_name(config: DecoderConfig) -> None:
+    # The good call first: `True` equals 1, and a cache that took it for 1 would let it pass.
+    calls: dict[str, Any] = {
+        "batch_size": lambda n: (state_bytes(config, n, 8), max_context(config, 1e12, n)),
+        "context": lambda n: (state_bytes(config, 1, n), max_batch(config, 1e12, n)),
+        "new_tokens": lambda n: (pass_cost(config, 1, 8, n), attention_intensity(config, new_tokens=n)),
+    }
+    for name, call in calls.items():
+        call(1)
+        for bad in NOT_A_SIZE:
+            with pytest.raises(ValueError, match=f"^{name} must be "):
+                call(bad)
+    for no_config in ("llama-3.1-8b", None, {}):
+        for call in (state_bytes, lambda c, *_: max_context(c, 1e12), lambda c, *_: prefill_crossing(c)):
+            with pytest.raises(ValueError, match="the config must be a DecoderConfig, not"):
+                call(no_config, 1, 8)
+    for bad in NOT_A_WIDTH:
+        for call in (
+            lambda b: state_bytes(config, 1, 8, b),
+            lambda b: state_bytes_per_token(config, b),
+            lambda b: max_batch(config, 1e12, 8, bytes_per_element=b),
+            lambda b: max_context(config, 1e12, recurrent_bytes_per_element=b),
+            lambda b: cache_crossing(config, bytes_per_element=b),
+            lambda b: attention_intensity(config, bytes_per_element=b),
+        ):
+            with pytest.raises(ValueError, match=r"^(recurrent_)?bytes_per_element must "):
+                call(bad)
+    for bad in (True, -1, math.nan, math.inf, "80", None):
+        for call in (lambda m: max_context(config, m), lambda m: max_batch(config, m, 8)):
+            with pytest.raises(ValueError, match=r"^memory_bytes must be a number of at least 0"):
+                call(bad)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, torch.tensor])
+def test_integers_of_numpy_and_torch_count_as_integers(kind: Any) -> None:
+    config = CONFIGS["llama-3.1-405b"]
+    got = state_bytes(config, kind(7), kind(100), np.float32(2))
+    assert (type(got), got) == (int, state_bytes(config, 7, 100))
+    assert pass_cost(config, kind(7), kind(100), kind(3)) == pass_cost(config, 7, 100, 3)
+    assert max_batch(config, np.float64(1e13), kind(100)) == max_batch(config, 1e13, 100)
+    # 32 bits of numpy would overflow here; a plain integer does not.
+    assert state_bytes(config, np.int32(2**20), np.int32(2**20)) == 2**40 * 516_096
 
 
 # --- what fits, crossings, intensities ---------------------------------------------------------------

@@ -42,6 +42,18 @@ def test_close_prints_a_bound_and_no_digits_of_the_error(capsys: pytest.CaptureF
         (WANT + 1e-5, WANT, 0, "allowed is equality"),
         (WANT.T[:1], WANT, 1e-5, r"shape \(1, 2\) is not \(2, 2\)"),
         (torch.zeros(2, 0), torch.zeros(2, 0), 1e-5, "nothing to compare"),
+        (torch.zeros(0), [], 0, "nothing to compare"),
+        (1.0, [1.0], 0, r"shape \(\) is not \(1,\)"),
+        (torch.ones(2, 1), torch.ones(1, 2), 0.9, r"shape \(2, 1\) is not \(1, 2\)"),
+        (WANT, [], 0.9, r"shape \(2, 2\) is not \(0,\)"),
+        (1 + 5j, 1 + 0j, 0.9, "largest error is 5 of scale"),
+        (1 + 5j, 1.0, 0.9, "largest error is 5 of scale"),
+        (WANT + 0.01j, WANT, 1e-5, "largest error is 5e-05 of scale"),
+        (WANT * 1j, WANT * -1j, 0.9, "largest error is 2 of scale"),
+        ([1.0, complex(1, math.nan)], [1.0, 1.0], 0.9, "not a number"),
+        ([complex(0, INF)], [complex(0, -INF)], 0.9, "largest error"),
+        ([1.0, INF], [1.0, 2.0], 0.9, "largest error is inf"),
+        ([1.0, math.nan], [1.0, INF], 0.9, "not a number"),
         (WANT * math.nan, WANT, 0.9, "not a number"),
         (WANT, WANT * math.nan, 0.9, "not a number"),
         (torch.full((2,), math.nan), torch.full((2,), math.nan), 0.9, "not a number"),
@@ -65,6 +77,15 @@ def test_close_takes_what_a_chapter_has() -> None:
     close(WANT.to(torch.float8_e4m3fn), WANT.to(torch.float8_e4m3fn).float(), 0, label="FP8")
     close(torch.ones(2, requires_grad=True), torch.ones(2), 0, label="a parameter")
     close([1, 2], torch.tensor([1, 2]), 0, label="tokens")
+    close(np.fft.fft([1.0, 2.0, 4.0]), torch.fft.fft(torch.tensor([1.0, 2.0, 4.0])), 1e-6, label="complex numbers")
+
+
+@pytest.mark.parametrize("bad", ["text", None, [[1.0], [1.0, 2.0]], [2**70], [None]])
+def test_what_is_no_number_is_refused(bad: object) -> None:
+    for pair in ((bad, 1.0), (1.0, bad)):
+        for compare in (close, caught):
+            with pytest.raises(ValueError, match="only tensors, arrays, numbers"):
+                compare(*pair, 0, label="thing")
 
 
 def test_a_tolerance_is_relative() -> None:
@@ -85,6 +106,8 @@ def test_caught(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys) == "0/0: caught (not a number)"
     caught(WANT[0], WANT, 1e-5, label="cut")
     assert printed(capsys) == "cut: caught (shape (2,) is not (2, 2))"
+    caught(np.conj(np.fft.fft([1.0, 2.0, 4.0])), np.fft.fft([1.0, 2.0, 4.0]), 1e-6, label="turned the wrong way")
+    assert printed(capsys) == "turned the wrong way: caught (error > 1e-5 of scale)"
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-3, 1.9e-2])  # right; within tolerance; failing by less than ten times it

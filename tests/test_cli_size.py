@@ -111,9 +111,9 @@ def test_a_config_json_of_ones_own(folder: bool, tmp_path: Path, capsys: pytest.
         (("gpt-3", "--gpu", "t4"), "gpt-3 is known by the shape of its attention only"),
         (("smollm2-135m", "--gpu", "a100"), "unknown accelerator 'a100': one of t4"),
         (("smollm2-135m", "--gpu", "t4", "--recipe", "fp4"), "unknown recipe 'fp4': one of fp32, bf16"),
-        (("smollm2-135m", "--gpu", "t4", "--batch", "0"), "batch_size must be an integer of at least 1, not 0"),
+        (("smollm2-135m", "--gpu", "t4", "--batch", "0"), "batch_size must be a positive integer, not 0"),
         (("smollm2-135m", "--gpu", "t4", "--batch", "two"), "argument --batch: invalid int value: 'two'"),
-        (("smollm2-135m", "--gpu", "t4", "--context", "0"), "context must be at least 1 token, not 0"),
+        (("smollm2-135m", "--gpu", "t4", "--context", "0"), "context must be a positive integer, not 0"),
         (("smollm2-135m", "--gpu", "t4", "--gpus", "-1"), "gpus must be a positive integer, not -1"),
         (("smollm2-135m", "--gpu", "t4", "--gpus", "4"), "tensor_parallel = 4 does not divide 9 query heads"),
         (("smollm2-135m", "--gpu", "t4", "--gpus", "4", "--tensor-parallel", "3"), "must divide gpus (4)"),
@@ -126,6 +126,25 @@ def test_a_config_json_of_ones_own(folder: bool, tmp_path: Path, capsys: pytest.
         (
             ("smollm2-135m", "--gpu", "t4", "--state-bytes", "nan"),
             "state_bytes_per_element must be a number above 0, not nan",
+        ),
+        *(
+            (("smollm2-135m", "--gpu", "t4", f"{option}={number}"), f"{name} must ")
+            for option, name in (
+                ("--state-bytes", "state_bytes_per_element"),
+                ("--usable", "usable"),
+                ("--efficiency", "efficiency"),
+            )
+            for number in ("1e308", "-1e308", "1e-320", "inf", "-1")
+        ),
+        *(
+            (("smollm2-135m", "--gpu", "t4", option, number), words)
+            for option in ("--gpus", "--context", "--batch")
+            for number, words in (("1e308", "invalid int value"), ("9" * 400, "must be below 2^63"), ("2.5", "invalid"))
+        ),
+        (("smollm2-135m", "--gpu", "t4", "--tensor-parallel", "9" * 400), "tensor_parallel must be below 2^63"),
+        (
+            ("smollm2-135m", "--gpu", "t4", "--gpus", "31", "--tensor-parallel", "1"),
+            "31 pipeline stages, but the model has 30 layers",
         ),
         (("smollm2-135m", "--gpu", "t4", "--cache", "split"), "cache must be 'heads' or 'divided', not 'split'"),
         (("smollm2-135m", "--gpu", "t4", "--colour"), "unrecognized arguments: --colour"),
@@ -144,12 +163,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not readable as JSON"),
+        ("{", "config.json is not valid JSON"),
         ("[1]", "holds no JSON object"),
         ('{"model_type": "bloom"}', "model_type 'bloom' is not one of"),
         (json.dumps(CONFIG | {"hidden_size": None}), "config field hidden_size is missing"),
         (json.dumps(CONFIG | {"model_type": "mistral", "sliding_window": 4096}), "sliding_window = 4096"),
         (json.dumps(CONFIG | {"num_key_value_heads": 2}), "must be a multiple of"),
+        (json.dumps(CONFIG | {"num_attention_heads": 0}), "num_attention_heads must be a positive integer, not 0"),
+        (json.dumps(CONFIG | {"tie_word_embeddings": "false"}), "tie_word_embeddings must be true or false"),
+        (json.dumps(CONFIG | {"rope_scaling": "yarn"}), "rope_scaling must map names to values"),
     ],
 )
 def test_bad_config_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,29 @@ def test_weights_come_only_where_they_are_loaded(editions: dict[Path, NotebookNo
         assert (f"\nWEIGHTS = '{colab.WEIGHTS}'\n" in notebook.cells[0].source) == ("smollm2" in code), path.name
 
 
+def siblings_in(files: list[Path]) -> set[str]:
+    return {path.parent.name for path in files if "weights" in path.parts}
+
+
+def test_siblings_come_only_where_they_are_loaded(editions: dict[Path, NotebookNode]) -> None:
+    """With all that loading one asks for, and no other; each weighs a few MB in a notebook."""
+    files = colab.embedded_files('tbt.load("sibling-gqa")')
+    assert siblings_in(files) == {"sibling-gqa"}
+    names = {path.name for path in files if path.parent.name == "sibling-gqa"}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert siblings_in(colab.embedded_files('tbt.load("smollm2-135m")')) == set()
+    for path, notebook in editions.items():
+        code = "\n".join(cell.source for cell in notebook.cells[1:] if cell.cell_type == "code")
+        inside = {Path(name).parent.name for name in embedded(notebook).namelist() if "/weights/" in name}
+        assert inside == set(re.findall(r"sibling-\w+", code)), path.name
+
+
+@pytest.mark.parametrize("code", ['tbt.load(f"sibling-{name}")', 'tbt.load("sibling-" + name)', '"sibling-lost"'])
+def test_a_sibling_that_cannot_be_found_is_refused(code: str) -> None:
+    with pytest.raises(colab.NoPlainForm, match="sibling"):
+        colab.embedded_files(code)
+
+
 def test_nothing_of_colab_is_installed_anew() -> None:
     assert not {"torch", "numpy", "torchvision"} & set(colab.requirements())
     assert {"gguf", "tokenizers", "safetensors"} <= set(colab.requirements())

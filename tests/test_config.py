@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tokenbytoken as tbt
@@ -116,7 +117,34 @@ REFUSED = [
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_attention_heads"),
     (LLAMA, {"num_attention_heads": 4, "num_key_value_heads": 3}, r"num_heads \(4\).*num_kv_heads \(3\)"),
-    (LLAMA, {"num_hidden_layers": 0}, "empty"),
+    (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+    (LLAMA, {"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    (LLAMA, {"model_type": ["llama"]}, r"model_type \['llama'\]"),
+    (LLAMA, {"num_attention_heads": 0}, "num_attention_heads must be a positive integer, not 0"),
+    (LLAMA, {"head_dim": 16.0}, "head_dim must be a positive integer, not 16.0"),
+    (LLAMA, {"vocab_size": True}, "vocab_size must be a positive integer, not True"),
+    (LLAMA, {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+    (LLAMA, {"attention_bias": 1}, "attention_bias must be true or false, not 1"),
+    (LLAMA, {"mlp_bias": []}, r"mlp_bias must be true or false, not \[\]"),
+    (LLAMA, {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, not '1e-5'"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, not nan"),
+    (LLAMA, {"max_position_embeddings": "4096"}, "max_position_embeddings must be a positive integer, not '4096'"),
+    (LLAMA, {"layer_types": 3}, "layer_types = 3"),
+    (LLAMA, {"rope_theta": "1e4"}, "rope_theta must be a number, not '1e4'"),
+    (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling must map names to values, not be 'llama3'"),
+    (LLAMA, {"rope_parameters": [8.0]}, r"rope_parameters must map names to values, not be \[8.0\]"),
+    (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"rope_parameters\.full_attention = "),
+    (LLAMA, {"rope_parameters": {"rope_theta": [1e4]}}, r"rope_parameters\.rope_theta must be a number"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": "4", "original_max_position_embeddings": 32}},
+        r"rope_scaling\.factor must be a number, not '4'",
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32.5}},
+        r"rope_scaling\.original_max_position_embeddings must be a positive integer, not 32.5",
+    ),
     (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type = 'dynamic'"),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling\.low_freq_factor is missing"),
     (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -125,6 +153,17 @@ REFUSED = [
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window = 4096"),
     (DEEPSEEK, {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),  # C39
     (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+    (DEEPSEEK, {"n_shared_experts": -1}, "n_shared_experts must be an integer of at least 0, not -1"),
+    (DEEPSEEK, {"first_k_dense_replace": 1.0}, "first_k_dense_replace must be an integer of at least 0, not 1.0"),
+    (DEEPSEEK, {"routed_scaling_factor": "2.5"}, "routed_scaling_factor must be a number, not '2.5'"),
+    (DEEPSEEK, {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, not 'yes'"),
+    (DEEPSEEK, {"qk_rope_head_dim": "8"}, "qk_rope_head_dim must be a positive integer, not '8'"),
+    (DEEPSEEK, {"q_lora_rank": 0}, "q_lora_rank must be a positive integer, not 0"),
+    (DEEPSEEK, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer of at least 0, not -1"),
+    (JAMBA, {"attn_layer_period": 0}, "attn_layer_period must be a positive integer, not 0"),
+    (JAMBA, {"mamba_dt_rank": "large"}, "mamba_dt_rank must be a positive integer, not 'large'"),
+    (MAMBA, {"expand": 1.5}, "expand must be a positive integer, not 1.5"),
+    (MAMBA, {"use_bias": 0}, "use_bias must be true or false, not 0"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     (DEEPSEEK, {"n_group": 3}, "num_groups"),
     (DEEPSEEK, {"num_experts_per_tok": 5}, "experts_per_token"),
@@ -139,6 +178,33 @@ def test_what_cannot_be_represented_is_refused(base: dict[str, Any], changes: di
     read(base)  # the unchanged one is fine
     with pytest.raises(ValueError, match=words):
         read(base, **changes)
+
+
+def test_null_is_a_missing_field() -> None:
+    nulls = {
+        "tie_word_embeddings": None, "rope_scaling": None, "rope_theta": None, "head_dim": None, "mlp_bias": None,
+        "num_key_value_heads": 2, "rms_norm_eps": None, "max_position_embeddings": None, "layer_types": None,
+    }  # fmt: skip
+    assert read(LLAMA, **nulls) == read(LLAMA, rms_norm_eps="absent")
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 16}
+    assert read(DEEPSEEK, rope_scaling={**yarn, "rope_theta": None, "mscale": None, "beta_fast": None}) == read(
+        DEEPSEEK, rope_scaling=yarn
+    )
+
+
+def test_what_maps_nothing_is_no_config() -> None:
+    for bad in ([1], None, "llama"):
+        with pytest.raises(ValueError, match="maps names of fields to values"):
+            tbt.DecoderConfig.from_hf(bad)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_become_plain_ones() -> None:
+    config = read(LLAMA, vocab_size=np.int64(97), num_attention_heads=np.int32(4))
+    assert config == read(LLAMA)
+    assert type(config.vocab_size) is type(config.layers[0].mixer.num_heads) is int
+    assert type(SwiGLUConfig(intermediate_size=np.int64(8)).intermediate_size) is int
+    with pytest.raises(ValueError, match=r"SwiGLUConfig\.intermediate_size must be a positive integer, not True"):
+        SwiGLUConfig(intermediate_size=True)
 
 
 def test_importing_configs_needs_no_torch() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -417,6 +418,9 @@ def test_bad_passes_are_refused_and_change_nothing(pair: tuple[torch.nn.Module, 
         ({"batch_size": 0, "max_length": 4}, "batch_size"),
         ({"batch_size": 1, "max_length": 0}, "max_length"),
         ({"batch_size": 2, "max_length": 4, "padding": [-1, 0]}, "negative"),
+        ({"batch_size": True, "max_length": 4}, "batch_size must be a positive integer, not True"),
+        ({"batch_size": 1, "max_length": 2**50}, "no memory for a state of 1 × 1125899906842624 tokens"),
+        ({"batch_size": 1, "max_length": 4.0}, "max_length must be a positive integer, not 4.0"),
         ({"batch_size": 2, "max_length": 4, "padding": [4, 0]}, "no room"),
         ({"batch_size": 2, "max_length": 4, "padding": [1]}, "2 rows"),
         ({"batch_size": 1, "max_length": 4, "padding": [0.5]}, "integers"),
@@ -427,6 +431,18 @@ def test_bad_states_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         pair[1].new_state(**arguments)
+
+
+def test_integers_of_numpy_make_a_state(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    _, model = pair
+    state = model.new_state(np.int64(2), np.int32(10))
+    model(random_tokens(2, 6), state)
+    fork = state.copy(np.int64(7))
+    assert [type(n) for n in (state.batch_size, state.max_length, fork.max_length)] == [int, int, int]
+    assert (fork.nbytes, fork.length) == (state.nbytes * 7 // 10, 6)
+    for bad in (True, 8.0):
+        with pytest.raises(ValueError, match="max_length must be a positive integer"):
+            state.copy(bad)
 
 
 def test_bad_marks_copies_and_joins_are_refused(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import llama, ours, random_tokens
@@ -97,7 +98,13 @@ def test_top_k() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "1"}, "temperature must be a number of at least 0, not '1'"),
+        ({"temperature": True}, "temperature must be a number of at least 0, not True"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": True}, "top_k must be a positive integer, not True"),
+        ({"top_k": 2.0}, "top_k must be a positive integer, not 2.0"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_p": None}, "top_p must be a number of at least 0, not None"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_p": -0.1}, "top_p"),
     ],
@@ -191,6 +198,10 @@ def test_a_given_state_keeps_its_rows(pair: tuple[Any, tbt.Decoder]) -> None:
         ([3, -2], 4, {}, "token id -2"),
         ([1], -1, {}, "max_new_tokens"),
         ([1], 1.5, {}, "max_new_tokens"),
+        ([1], True, {}, "max_new_tokens must be an integer of at least 0, not True"),
+        ([1], 4, {"max_length": 8.0}, "max_length must be a positive integer, not 8.0"),
+        ([1], 4, {"seed": 0.5, "temperature": 1.0}, "seed must be an integer"),
+        ([1], 4, {"seed": 2**64, "temperature": 1.0}, r"seed must be below 2\^63"),
     ],
 )
 def test_bad_requests_are_refused_before_computing(
@@ -203,6 +214,15 @@ def test_bad_requests_are_refused_before_computing(
         tbt.generate(model, prompt, new, **options)
     hook.remove()
     assert calls == []
+
+
+def test_integers_of_numpy_count_as_integers(pair: tuple[Any, tbt.Decoder]) -> None:
+    _, model = pair
+    options = {"top_k": 5, "seed": 3, "max_length": 16}
+    want = tbt.generate(model, [5, 6], 8, temperature=1.0, **options)
+    got = {name: np.int64(value) for name, value in options.items()}
+    assert tbt.generate(model, [5, 6], np.int64(8), temperature=np.float32(1), **got) == want
+    assert list(tbt.stream(model, [5, 6], np.int32(8), temperature=1.0, **got)) == want
 
 
 def test_limits_of_a_given_state(pair: tuple[Any, tbt.Decoder]) -> None:
@@ -262,14 +282,29 @@ def test_command_chats_with_the_models_template(tmp_path: Path) -> None:
         (("--prompt", "x", "--max-new-tokens", "-3"), "max_new_tokens"),
         (("--prompt", "x", "--source", "nowhere"), "nowhere"),
         (("--prompt", "x", "--top-p", "7"), "top_p"),
+        (("--prompt", "x", "--max-new-tokens", str(2**50)), "no memory for a state of"),
+        (("--prompt", "x", "--device", "gpu"), "device 'gpu' cannot be used here"),
+        pytest.param(
+            ("--prompt", "x", "--device", "cuda"),
+            "device 'cuda' cannot be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
-def test_command_refuses_bad_input_in_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    run = command(*arguments, folder=tmp_path)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert words in run.stderr
-    assert len(run.stderr.strip().splitlines()) == 1
+def test_command_refuses_bad_input_in_one_line(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenbytoken.generate import main
+
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert words in told.err
+
+
+def test_command_ends_with_its_exit_status(tmp_path: Path) -> None:
+    run = command("--prompt", "x", "--source", "nowhere", folder=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
 
 
 def test_distinct_rows_share_no_luck(pair: tuple[Any, tbt.Decoder]) -> None:

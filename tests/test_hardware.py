@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import doctest
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +92,8 @@ def test_names_are_found_in_any_spelling(name: str, key: str) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="an accelerator is a name or an Accelerator, not 100"):
+        find_accelerator(100)  # type: ignore[arg-type]
     for name in ("a100", "h1000", ""):
         with pytest.raises(ValueError, match=r"unknown accelerator .*: one of t4, l4, a100-40"):
             find_accelerator(name)
@@ -285,6 +289,17 @@ def test_one_gpu_holds_what_the_closed_forms_say(name: str, batch: int, context:
         ({"gpus": 8, "tensor_parallel": 3}, r"tensor_parallel \(3\) must divide gpus \(8\)"),
         ({"efficiency": 0}, "efficiency must be above 0 and at most 1"),
         ({"usable": 1.5}, "usable must be above 0 and at most 1"),
+        *(
+            ({name: bad}, f"^{name} must be ")
+            for name in (
+                *("batch_size", "context", "new_tokens", "operations", "gpus", "tensor_parallel"),
+                *("efficiency", "usable", "state_bytes_per_element"),
+            )
+            for bad in (-1, True, math.nan, math.inf, "1", 2.5 if name != "state_bytes_per_element" else 0)
+        ),
+        ({"gpus": 31, "tensor_parallel": 1}, "31 pipeline stages, but the model has 30 layers"),
+        ({"efficiency": 1e-320}, r"efficiency must lie between 2\^-63"),
+        ({"config": None}, "the config must be a DecoderConfig, not None"),
         ({"accelerator": "h1"}, "unknown accelerator 'h1'"),
         ({"config": published["falcon-7b"]}, "falcon-7b is known here by the shape"),
     ],
@@ -293,6 +308,45 @@ def test_bad_predictions_are_refused(change: dict[str, Any], message: str) -> No
     good = {"config": CONFIGS["smollm2-135m"], "accelerator": "t4", "batch_size": 1, "context": 0}
     with pytest.raises(ValueError, match=message):
         predict(**(good | change))
+
+
+def test_more_pipeline_stages_than_layers_are_refused() -> None:
+    config, gpu = CONFIGS["smollm2-135m"], accelerators["h100"]
+    assert predict(config, gpu, 1, 0, gpus=30, tensor_parallel=1).memory_seconds > 0  # one layer on each
+    for call in (
+        lambda n: predict(config, gpu, 1, 0, gpus=n, tensor_parallel=1),
+        lambda n: footprint_per_gpu(config, gpus=n, tensor_parallel=1),
+        lambda n: communication_seconds(config, gpu, 1, gpus=n, tensor_parallel=1),
+    ):
+        call(30)
+        with pytest.raises(ValueError, match="gpus / tensor_parallel = 60 pipeline stages, but the model has 30"):
+            call(60)
+
+
+def test_messages_of_a_wrong_size_are_refused() -> None:
+    config = CONFIGS["llama-3.1-8b"]
+    for change, message in [
+        ({"rows": 0}, "rows must be a positive integer, not 0"),
+        ({"rows": True}, "rows must be a positive integer, not True"),
+        ({"logit_rows": -1}, "logit_rows must be an integer of at least 0, not -1"),
+        ({"bytes_per_element": math.nan}, "bytes_per_element must be a number above 0, not nan"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            communication_seconds(**{"config": config, "gpu": "h100", "rows": 1, "gpus": 8, **change})
+    state_share(config, 1)
+    for bad in (True, 0, 1.0):  # the good call first: `True` equals 1, and is not to be found in a cache of answers
+        with pytest.raises(ValueError, match="tensor_parallel must be a positive integer"):
+            state_share(config, bad)
+    with pytest.raises(ValueError, match="bytes_per_weight must be a number above 0"):
+        crossover_batch("h100", -1)
+
+
+def test_integers_of_numpy_count_as_integers() -> None:
+    config, n = CONFIGS["llama-3.1-8b"], np.int64
+    want = predict(config, "h100", 3, 1000, new_tokens=2, gpus=16, tensor_parallel=8, operations=9)
+    got = predict(config, "h100", n(3), n(1000), new_tokens=n(2), gpus=n(16), tensor_parallel=n(8), operations=n(9))
+    assert got == want
+    assert type(got.bytes_needed) is int
 
 
 def test_usable_memory() -> None:

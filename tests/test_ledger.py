@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 
 import tokenbytoken as tbt
@@ -99,10 +101,15 @@ def test_what_depends_on_a_calibrated_machine_is_marked_at_a_fixed_width() -> No
         ("llama-3.1-8b", {"recipe": "fp4"}, "unknown recipe"),
         ("smollm2-135m", {"gpu": "h1"}, "unknown accelerator"),
         ("smollm2-135m", {}, "tensor_parallel = 8 does not divide 9 query heads and 3 KV heads"),
-        ("llama-3.1-8b", {"context": 0}, "context must be at least 1 token"),
+        ("llama-3.1-8b", {"context": 0}, "context must be a positive integer, not 0"),
+        ("llama-3.1-8b", {"context": True}, "context must be a positive integer, not True"),
+        ("llama-3.1-8b", {"gpus": 0}, "gpus must be a positive integer, not 0"),
+        ("llama-3.1-8b", {"kv_heads": 1.5}, "kv_heads must be a positive integer, not 1.5"),
+        ("llama-3.1-8b", {"state_bytes_per_element": -1}, "state_bytes_per_element must be a number above 0"),
+        (ledger("llama-3.1-8b"), {}, "a row is a model's name, a DecoderConfig or what"),
     ],
 )
-def test_bad_rows_are_refused(model: str, options: dict[str, object], message: str) -> None:
+def test_bad_rows_are_refused(model: Any, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ledger(model, **options)
 
@@ -110,6 +117,22 @@ def test_bad_rows_are_refused(model: str, options: dict[str, object], message: s
 def test_options_need_a_model() -> None:
     with pytest.raises(ValueError, match="name a model"):
         ledger(recipe="bf16")
+
+
+def test_options_never_pass_by_a_finished_row() -> None:
+    finished = row("llama-3.1-405b")
+    with pytest.raises(ValueError, match=r"'llama-3\.1-405b bf16' is finished: recipe, gpu would not change it"):
+        ledger("llama-3.1-8b", finished, recipe="fp8-ffn", gpu="h200")
+    assert ledger(finished).rows == (finished,)
+
+
+def test_integers_of_numpy_count_as_integers() -> None:
+    options = {"gpus": 8, "context": 8192, "kv_heads": 8}
+    got, want = (
+        ledger("llama-3.1-8b", **{k: kind(v) for k, v in options.items()}, state_bytes_per_element=kind(1))
+        for kind in (np.int64, int)
+    )
+    assert str(got) == str(want)
 
 
 def test_doctest() -> None:

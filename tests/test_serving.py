@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import llama, ours
@@ -219,18 +220,29 @@ def test_the_model_changes_no_time(tmp_path: Path) -> None:
 # --- bad input ---------------------------------------------------------------------------------------
 
 
-def serving(*requests: Request, policy: Policy | None = None, cost: Any = one_second, model: Any = None) -> Trace:
-    return serve(requests, policy or continuous_batching(2), cost, model)
+def serving(
+    *requests: Request, policy: Policy | None = None, cost: Any = one_second, model: Any = None, eos_ids: Any = ()
+) -> Trace:
+    return serve(requests, policy or continuous_batching(2), cost, model, eos_ids=eos_ids)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Request(-1.0, (1,), 1), "arrival must be a time ≥ 0, not -1.0"),
-        (lambda: Request(math.nan, (1,), 1), "arrival must be a time ≥ 0, not nan"),
+        (lambda: Request(-1.0, (1,), 1), "arrival must be a number of at least 0, not -1.0"),
+        (lambda: Request(math.nan, (1,), 1), "arrival must be a number of at least 0, not nan"),
+        (lambda: Request("now", (1,), 1), "arrival must be a number of at least 0, not 'now'"),
+        (lambda: Request(0.0, (1,), True), "max_new_tokens must be a positive integer, not True"),
+        (lambda: Request(0.0, (1,), 2.0), "max_new_tokens must be a positive integer, not 2.0"),
+        (lambda: queue([(1,)] * 2, True, rate=1.0, seed=0), "max_new_tokens must be a positive integer, not True"),
+        (lambda: queue([(1,)] * 2, [2, True], rate=1.0, seed=0), "max_new_tokens must be a positive integer, not True"),
+        (lambda: queue([(1,)], 1, rate=math.nan, seed=0), "rate must be a number above 0, not nan"),
+        (lambda: continuous_batching(True), "max_batch must be a positive integer, not True"),
+        (lambda: chunked_prefill(1, 2.5), "token_budget must be a positive integer, not 2.5"),
+        (lambda: Trace((), ()).summary(), "the trace holds no requests"),
         (lambda: Request(0.0, (), 1), "the prompt is empty"),
         (lambda: Request(0.0, (1,), 0), "max_new_tokens must be a positive integer, not 0"),
-        (lambda: queue([(1,)], 1, rate=0.0, seed=0), "rate must be above 0"),
+        (lambda: queue([(1,)], 1, rate=0.0, seed=0), "rate must be a number above 0, not 0"),
         (lambda: queue([(1,)], [1, 2], rate=1.0, seed=0), "1 prompts, but 2 values of max_new_tokens"),
         (lambda: continuous_batching(0), "max_batch must be a positive integer, not 0"),
         (lambda: chunked_prefill(8, 7), "token_budget 7 is below max_batch 8"),
@@ -242,6 +254,38 @@ def serving(*requests: Request, policy: Policy | None = None, cost: Any = one_se
 def test_bad_input_is_named(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_integers_of_numpy_count_as_integers() -> None:
+    n = np.int64
+    prompts = [(1, 2), (3,), (4, 5, 6)]
+    for wanted in (2, [2, 1, 3]):
+        kind = [n(w) for w in wanted] if isinstance(wanted, list) else n(wanted)
+        assert queue(prompts, kind, rate=1.0, seed=0) == queue(prompts, wanted, rate=1.0, seed=0)
+    assert queue(prompts, np.array([2, 1, 3]), rate=1.0, seed=0) == queue(prompts, [2, 1, 3], rate=1.0, seed=0)
+    assert type(Request(0.0, (1,), n(2)).max_new_tokens) is int
+    assert chunked_prefill(n(2), n(4)) == chunked_prefill(2, 4)
+    blocks = BlockAllocator(n(4), n(2), n(10))
+    blocks.reserve("a")
+    assert blocks.append("a", n(3)).slots == [(0, 0), (0, 1), (1, 0)]
+    assert blocks.reserved_bytes == 40
+
+
+def test_a_run_that_takes_no_time_has_a_summary() -> None:
+    summary = serving(Request(0.0, (1, 2), 3), Request(0.0, (1,), 1), cost=lambda rows: 0.0).summary()
+    assert (summary.throughput, summary.time_per_token, summary.busy) == (math.inf, 0.0, 1.0)
+
+
+def test_prompts_of_something_else_than_tokens_are_refused_before_any_pass(tmp_path: Path) -> None:
+    model = ours(llama(), tmp_path)
+    for bad in ((1.5,), "text"):
+        with pytest.raises(ValueError, match="the prompt of request 1 must be a collection of token ids"):
+            serving(Request(0.0, (1,), 1), Request(9.0, bad, 1), model=model)
+    requests = [Request(0.0, prompt, 3) for prompt in ((5, 6), np.array([5, 6]), torch.tensor([5, 6]))]
+    tokens = [record.tokens for record in serving(*requests, model=model).records]
+    assert tokens == [tbt.generate(model, [5, 6], 3)] * 3
+    ends = serving(requests[0], requests[1], model=model, eos_ids=iter([tokens[0][0]])).records
+    assert [len(record.tokens) for record in ends] == [1, 1]  # an iterator serves both rows
 
 
 def test_a_token_outside_the_vocabulary_is_refused_before_any_pass(tmp_path: Path) -> None:
@@ -351,7 +395,9 @@ def test_reserving_ahead_is_waste_until_it_is_used() -> None:
     ("call", "words"),
     [
         (lambda a: a.reserve("a"), "sequence 'a' exists already"),
-        (lambda a: a.reserve("b", -1), "tokens must not be negative"),
+        (lambda a: a.reserve("b", -1), "tokens must be an integer of at least 0, not -1"),
+        (lambda a: a.reserve("b", True), "tokens must be an integer of at least 0, not True"),
+        (lambda a: a.fork("a", "b", -1), "tokens must be an integer of at least 0, not -1"),
         (lambda a: a.reserve("b", 17), "5 more blocks are needed, 2 of 4 are free"),
         (lambda a: a.append("b"), "there is no sequence 'b'"),
         (lambda a: a.append("a", 0), "tokens must be a positive integer, not 0"),

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from . import feed_forward as feed_forward
     from . import hardware as hardware
     from . import measure as measure
+    from . import parallel as parallel
     from . import plot as plot
+    from . import quantize as quantize
     from . import rope as rope
     from . import serving as serving
 
@@ -29,7 +31,7 @@ __version__ = "0.1.0"
 
 _MODULES = (
     "arithmetic", "attention", "check", "checkpoint", "config", "decoder", "feed_forward", "hardware", "measure",
-    "plot", "rope", "serving",
+    "parallel", "plot", "quantize", "rope", "serving",
 )  # fmt: skip
 _NAMES = {
     "config": (
@@ -46,6 +48,7 @@ _NAMES = {
     "decoder": ("Decoder", "DecoderState"),
     "generate": ("generate", "sample", "stream"),
     "checkpoint": ("load", "load_tokenizer"),
+    "quantize": ("QuantizedLinear", "quantize_cache", "quantize_model", "stored_bytes", "to_fp8"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -7,13 +7,14 @@ the folder that holds it).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ._numbers import whole
+from ._paths import read_json
 from .arithmetic import count_parameters, recipes, state_bytes, state_bytes_per_token, weight_bytes
 from .config import DecoderConfig
 from .hardware import Prediction, accelerators, find_accelerator, footprint_per_gpu, predict
@@ -61,13 +62,8 @@ def _config(model: str) -> DecoderConfig:
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"unknown model {model!r}: no such file, and none of {', '.join(published)}")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return DecoderConfig.from_hf(fields, name=fields.get("_name_or_path") or path.resolve().parent.name)
+    fields = read_json(path)
+    return DecoderConfig.from_hf(fields, name=str(fields.get("_name_or_path") or path.resolve().parent.name))
 
 
 def _bytes(count: float) -> str:
@@ -103,8 +99,7 @@ def size(arguments: argparse.Namespace) -> str:
         "cache": arguments.cache,
     }
     options = placement | {"efficiency": arguments.efficiency, "usable": arguments.usable}
-    if context < 1:
-        raise ValueError(f"context must be at least 1 token, not {context}")
+    context = whole("context", context)
     step = predict(config, gpu, batch, context - 1, **options)  # the step that fills the last of the context
     prompt = predict(config, gpu, batch, 0, new_tokens=context, causal=True, **options)
 

@@ -1,8 +1,10 @@
-"""Where the book's files lie: beside the package, in a checkout and in a Colab edition alike."""
+"""Where the book's files lie: beside the package, in a checkout and in a Colab edition alike. And reading JSON."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 
@@ -18,3 +20,16 @@ def book_file(name: str) -> Path:
     if not path.is_file():
         raise ValueError(f"the book has no file {name!r} (looked in the folder {BOOK.name}/ beside the package)")
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, naming the file, where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"{path.parent.name}/ holds no {path.name}") from None
+    except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError, too
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return value

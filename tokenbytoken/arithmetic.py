@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ._numbers import not_negative, positive, whole
 from .config import (
     AttentionConfig,
     DecoderConfig,
@@ -208,19 +209,13 @@ def _need_decoder(config: DecoderConfig | AttentionShape, what: str) -> DecoderC
             f"{config.name} is known here by the shape of its attention only ({config.missing} are not built by this "
             f"package): its state can be computed, {what} cannot"
         )
+    return _layers_known(config)
+
+
+def _layers_known(config: DecoderConfig) -> DecoderConfig:
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"the config must be a DecoderConfig, not {config!r}")
     return config
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-
-
-def _above_zero(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a number above 0, not {value!r}")
 
 
 # --- parameters --------------------------------------------------------------------------------------
@@ -384,7 +379,7 @@ def recurrent_state(config: DecoderConfig | AttentionShape, conv_columns: int | 
     This book keeps the last ``conv_size - 1`` inputs of the convolution, which is all that the next step
     needs; ``conv_columns=conv_size`` counts it as codebases do that keep one column more.
     """
-    mixers = [] if isinstance(config, AttentionShape) else [layer.mixer for layer in config.layers]
+    mixers = [] if isinstance(config, AttentionShape) else [layer.mixer for layer in _layers_known(config).layers]
     mamba = [mixer for mixer in mixers if isinstance(mixer, MambaConfig)]
     return RecurrentState(
         scan=sum(m.inner_size * m.state_size for m in mamba),
@@ -415,8 +410,7 @@ def state_bytes_per_token(config: DecoderConfig | AttentionShape, bytes_per_elem
     ``R + rope`` numbers a layer; Mamba caches nothing that grows. ``bytes_per_element`` may be a
     fraction (6-bit elements: 0.75).
     """
-    _above_zero(bytes_per_element=bytes_per_element)
-    return round(_state_elements_per_token(config) * bytes_per_element)
+    return round(_state_elements_per_token(config) * positive("bytes_per_element", bytes_per_element))
 
 
 def state_bytes(
@@ -431,12 +425,12 @@ def state_bytes(
     The cache and the inputs kept for the convolution take ``bytes_per_element``, the scan's state
     ``recurrent_bytes_per_element``.
     """
-    _at_least(1, batch_size=batch_size)
-    _at_least(0, context=context)
-    _above_zero(bytes_per_element=bytes_per_element, recurrent_bytes_per_element=recurrent_bytes_per_element)
+    batch_size, context = whole("batch_size", batch_size), whole("context", context, 0)
     constant = recurrent_state(config)
     elements = context * _state_elements_per_token(config) + constant.convolution
-    return round(batch_size * (elements * bytes_per_element + constant.scan * recurrent_bytes_per_element))
+    growing = elements * positive("bytes_per_element", bytes_per_element)
+    scan = constant.scan * positive("recurrent_bytes_per_element", recurrent_bytes_per_element)
+    return round(batch_size * (growing + scan))
 
 
 # --- one pass ----------------------------------------------------------------------------------------
@@ -448,7 +442,7 @@ def distinct_experts(feed_forward: MoEConfig, tokens: float) -> float:
     For tokens that choose independently and evenly, as no real router quite does.
     """
     experts = feed_forward.num_experts
-    return experts * (1 - (1 - feed_forward.experts_per_token / experts) ** tokens)
+    return experts * (1 - (1 - feed_forward.experts_per_token / experts) ** not_negative("tokens", tokens))
 
 
 def _expanded_width(mixer: LatentAttentionConfig) -> int:
@@ -479,8 +473,7 @@ def latent_form(mixer: LatentAttentionConfig, context: int, new_tokens: int = 1)
     Absorbed scores live in the latent space: wider (576 + 512 against 192 + 128 numbers a head and pair
     in DeepSeek-V3), but the cache need not be expanded first. Decoding absorbs, prefill expands.
     """
-    _at_least(0, context=context)
-    _at_least(1, new_tokens=new_tokens)
+    context, new_tokens = whole("context", context, 0), whole("new_tokens", new_tokens)
     flops = _latent_flops(mixer, context, new_tokens * (context + new_tokens))
     return "absorbed" if sum(flops["absorbed"]) <= sum(flops["expanded"]) else "expanded"
 
@@ -594,11 +587,10 @@ def pass_cost(
     Raises ValueError for a size out of range, an unknown recipe and an :class:`~tokenbytoken.published.AttentionShape`.
     """
     config = _need_decoder(config, "the cost of a pass")
-    _at_least(1, batch_size=batch_size, new_tokens=new_tokens)
-    _at_least(0, context=context)
-    _above_zero(
-        state_bytes_per_element=state_bytes_per_element, recurrent_bytes_per_element=recurrent_bytes_per_element
-    )
+    batch_size, context = whole("batch_size", batch_size), whole("context", context, 0)
+    new_tokens = whole("new_tokens", new_tokens)
+    state_bytes_per_element = positive("state_bytes_per_element", state_bytes_per_element)
+    recurrent_bytes_per_element = positive("recurrent_bytes_per_element", recurrent_bytes_per_element)
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', not {logits!r}")
     if form not in ("auto", "absorbed", "expanded"):
@@ -672,30 +664,29 @@ class Footprint:
 
         0 when the weights do not fit; ``math.inf`` when they do and nothing grows.
         """
-        _at_least(1, batch_size=batch_size)
-        free = memory_bytes - self.weights - batch_size * self.per_sequence
+        batch_size = whole("batch_size", batch_size)
+        free = not_negative("memory_bytes", memory_bytes) - self.weights - batch_size * self.per_sequence
         if free < 0:
             return 0
         return math.floor(free / (batch_size * self.per_token)) if self.per_token else math.inf
 
     def max_batch(self, memory_bytes: float, context: int) -> int:
         """Sequences of ``context`` tokens that fit, rounded down; 0 when the weights do not fit."""
-        _at_least(0, context=context)
-        one = context * self.per_token + self.per_sequence
+        one = whole("context", context, 0) * self.per_token + self.per_sequence
         if one == 0:
             raise ValueError("a sequence of 0 tokens takes no memory: no batch is too large")
-        return max(0, math.floor((memory_bytes - self.weights) / one))
+        return max(0, math.floor((not_negative("memory_bytes", memory_bytes) - self.weights) / one))
 
 
 def footprint(
     config: DecoderConfig | AttentionShape,
-    *,
     recipe: str = "bf16",
     bytes_per_element: float = 2,
     recurrent_bytes_per_element: float = 4,
 ) -> Footprint:
     """The footprint of a model in one memory; :func:`tokenbytoken.hardware.footprint_per_gpu` divides it."""
-    _above_zero(bytes_per_element=bytes_per_element, recurrent_bytes_per_element=recurrent_bytes_per_element)
+    bytes_per_element = positive("bytes_per_element", bytes_per_element)
+    recurrent_bytes_per_element = positive("recurrent_bytes_per_element", recurrent_bytes_per_element)
     constant = recurrent_state(config)
     return Footprint(
         weights=weight_bytes(config, recipe),
@@ -717,12 +708,7 @@ def max_context(
 
     0 when the weights do not fit; ``math.inf`` when they do and the state does not grow (pure Mamba).
     """
-    size = footprint(
-        config,
-        recipe=recipe,
-        bytes_per_element=bytes_per_element,
-        recurrent_bytes_per_element=recurrent_bytes_per_element,
-    )
+    size = footprint(config, recipe, bytes_per_element, recurrent_bytes_per_element)
     return size.max_context(memory_bytes, batch_size)
 
 
@@ -736,12 +722,7 @@ def max_batch(
     recurrent_bytes_per_element: float = 4,
 ) -> int:
     """Sequences of ``context`` tokens whose state fits beside the weights; rounded down, 0 if none does."""
-    size = footprint(
-        config,
-        recipe=recipe,
-        bytes_per_element=bytes_per_element,
-        recurrent_bytes_per_element=recurrent_bytes_per_element,
-    )
+    size = footprint(config, recipe, bytes_per_element, recurrent_bytes_per_element)
     return size.max_batch(memory_bytes, context)
 
 
@@ -750,7 +731,7 @@ def max_batch(
 
 def cache_crossing(config: DecoderConfig | AttentionShape, recipe: str = "bf16", bytes_per_element: float = 2) -> float:
     """Cached tokens, over all sequences, at which the growing state weighs as much as the weights."""
-    growth = _state_elements_per_token(config) * bytes_per_element
+    growth = _state_elements_per_token(config) * positive("bytes_per_element", bytes_per_element)
     return weight_bytes(config, recipe) / growth if growth else math.inf
 
 
@@ -792,6 +773,9 @@ def attention_intensity(
     :class:`~tokenbytoken.config.MambaConfig` gives the intensity of its scan, whose state is read and written: 0.75 in
     float32. A hybrid gives that of its attention layers; a model without any, that of its scan.
     """
+    new_tokens = whole("new_tokens", new_tokens)
+    bytes_per_element = positive("bytes_per_element", bytes_per_element)
+    recurrent_bytes_per_element = positive("recurrent_bytes_per_element", recurrent_bytes_per_element)
     if isinstance(config, DecoderConfig):
         mixers = [layer.mixer for layer in config.layers]
         mixer: MixerConfig | AttentionShape = next((m for m in mixers if not isinstance(m, MambaConfig)), mixers[0])

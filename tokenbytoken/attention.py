@@ -121,9 +121,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, K * D, bias=config.bias)
         self.o_proj = nn.Linear(H * D, hidden_size, bias=config.output_bias)
         self.scale = D**-0.5
+        self.cache_class = KVCache  # or one that stores less: tokenbytoken.quantize.quantize_cache
 
     def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        return KVCache.empty(self.config, batch_size, max_length, dtype, device)
+        return self.cache_class.empty(self.config, batch_size, max_length, dtype, device)
 
     def forward(self, x: Tensor, step: Pass, cache: KVCache | None = None) -> Tensor:
         B, T, _ = x.shape

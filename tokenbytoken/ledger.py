@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ._numbers import positive, whole
 from .arithmetic import Footprint, state_bytes, weight_bytes
 from .config import AttentionConfig, DecoderConfig
 from .hardware import Accelerator, CacheLayout, Prediction, find_accelerator, footprint_per_gpu, predict
@@ -213,11 +214,13 @@ def row(
         found = model
     if isinstance(found, AttentionShape):
         raise ValueError(f"{found.name} is known here by the shape of its attention only: it has no row")
-    if context < 1:
-        raise ValueError(f"context must be at least 1 token, not {context}")
+    if not isinstance(found, DecoderConfig):
+        raise ValueError(f"a row is a model's name, a DecoderConfig or what row() made, not {found!r}")
     node = find_accelerator(gpu)
     if state_bytes_per_element is None:
         state_bytes_per_element = 4 if recipe == "fp32" else 2
+    if kv_heads is not None:
+        kv_heads = whole("kv_heads", kv_heads)
     if label is None:
         label = f"{found.name} {recipe}"
         label += f", {kv_heads} KV heads cached" if kv_heads is not None else ""
@@ -226,10 +229,10 @@ def row(
     built = Row(
         config=found,
         accelerator=node,
-        gpus=(1 if node.measured else 8) if gpus is None else gpus,
+        gpus=(1 if node.measured else 8) if gpus is None else whole("gpus", gpus),
         recipe=recipe,
-        context=context,
-        state_bytes_per_element=state_bytes_per_element,
+        context=whole("context", context),
+        state_bytes_per_element=positive("state_bytes_per_element", state_bytes_per_element),
         kv_heads=kv_heads,
         cache=cache,
         label=label,
@@ -257,9 +260,12 @@ def ledger(*rows: str | DecoderConfig | Row, **options: object) -> Ledger:
 
     A row is a name, a config, or what :func:`row` made; ``options`` are those of :func:`row` and go to
     every name and config. Ledgers with different options add up: ``ledger(a, recipe="bf16") + ledger(b)``.
+    Raises ValueError for options without a model, or beside a finished row, which they could not change.
     """
     if not rows:
         if options:
             raise ValueError("options describe a row: name a model as well")
         return Ledger(book())
+    if options and (finished := [r for r in rows if isinstance(r, Row)]):
+        raise ValueError(f"the row {finished[0].label!r} is finished: {', '.join(options)} would not change it")
     return Ledger(tuple(r if isinstance(r, Row) else row(r, **options) for r in rows))  # type: ignore[arg-type]

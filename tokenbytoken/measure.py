@@ -314,6 +314,11 @@ def count(fn: Callable[[], object] | None = None, *, weights: object = None, sta
 
 
 class _Counter(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Counting never meets torch.compile; told so, torch does not import its compiler (2 s) at first use."""
+        return False
+
     def __init__(self, weights: object, state: object) -> None:
         super().__init__()
         self.count = Count()
@@ -432,7 +437,7 @@ _PLAIN = (int, float, str, bytes, torch.dtype, torch.device, torch.layout, torch
 
 
 def _tensors(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors in a nest of containers, modules (their parameters) and plain objects."""
+    """All tensors in a nest of containers, modules (parameters and buffers) and plain objects."""
     seen = set() if _seen is None else _seen
     if isinstance(value, Tensor):
         yield value
@@ -440,6 +445,7 @@ def _tensors(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
         return
     elif isinstance(value, nn.Module):
         yield from value.parameters()
+        yield from value.buffers()  # quantised weights are buffers
     else:
         seen.add(id(value))
         if isinstance(value, Mapping):

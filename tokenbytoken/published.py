@@ -445,6 +445,8 @@ _add(
 
 # --- attention shapes only ---------------------------------------------------------------------------
 
+_FALCON_PARTS = "attention and a GELU feed-forward side by side in one layer, LayerNorm"
+
 _add_shape(
     AttentionShape(
         name="gpt-3",
@@ -472,7 +474,7 @@ _add_shape(
         num_kv_heads=1,
         head_dim=64,
         max_positions=2048,
-        missing="attention and a GELU feed-forward side by side in one layer, LayerNorm",
+        missing=_FALCON_PARTS,
     ),
     Provenance(
         source="copies of the Hugging Face config of tiiuae/falcon-7b; transformers' Falcon code",
@@ -487,7 +489,7 @@ _add_shape(
         num_kv_heads=8,
         head_dim=64,
         max_positions=2048,
-        missing="attention and a GELU feed-forward side by side in one layer, LayerNorm",
+        missing=_FALCON_PARTS,
     ),
     Provenance(source="Hugging Face tiiuae/falcon-40b, config.json; transformers' Falcon code"),
 )

@@ -25,10 +25,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from ._numbers import not_negative, positive, whole
 from .arithmetic import pass_cost
 from .config import DecoderConfig
 from .decoder import Decoder, DecoderState
-from .generate import sample
+from .generate import _ids, sample
 from .hardware import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu
 
 __all__ = [
@@ -63,11 +64,10 @@ class Request:
     max_new_tokens: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.arrival < math.inf:
-            raise ValueError(f"arrival must be a time ≥ 0, not {self.arrival!r}")
+        _set(self, arrival=not_negative("arrival", self.arrival))
         if not len(self.prompt):
             raise ValueError("the prompt is empty: it needs at least one token")
-        _at_least_one(max_new_tokens=self.max_new_tokens)
+        _set(self, max_new_tokens=whole("max_new_tokens", self.max_new_tokens))
 
 
 def queue(
@@ -77,9 +77,9 @@ def queue(
 
     ``max_new_tokens`` is one number for all, or one for each. Equal seeds give equal queues.
     """
-    if not rate > 0:
-        raise ValueError(f"rate must be above 0 requests a second, not {rate!r}")
-    wanted = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    rate = positive("rate", rate)
+    given = np.array(max_new_tokens, dtype=object)
+    wanted = given.tolist() if given.ndim else [given.item()] * len(prompts)  # each is checked by its request
     if len(wanted) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but {len(wanted)} values of max_new_tokens")
     arrivals = np.random.default_rng(seed).exponential(1 / rate, len(prompts)).cumsum().tolist()
@@ -153,10 +153,10 @@ class Policy:
     static: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one(max_batch=self.max_batch)
+        _set(self, max_batch=whole("max_batch", self.max_batch))
         if self.token_budget is None:
             return
-        _at_least_one(token_budget=self.token_budget)
+        _set(self, token_budget=whole("token_budget", self.token_budget))
         if self.static:
             raise ValueError("a static batch reads its prompts whole: it takes no token_budget")
         if self.token_budget < self.max_batch:
@@ -242,7 +242,8 @@ class Record:
 class Summary:
     """A run in numbers; times in seconds.
 
-    ``throughput``: tokens of answers a second, from the first arrival to the last token.
+    ``throughput``: tokens of answers a second, from the first arrival to the last token; ``math.inf`` where no
+    time passed.
     ``busy``: share of the pushed tokens that were neither padding nor rows already finished.
     """
 
@@ -262,6 +263,9 @@ class Trace:
     passes: tuple[PassRecord, ...]
 
     def summary(self) -> Summary:
+        """The run in numbers. Raises ValueError for a trace without requests."""
+        if not self.records:
+            raise ValueError("the trace holds no requests: there is nothing to sum up")
         first = [record.time_to_first_token for record in self.records]
         gaps = [gap for record in self.records for gap in record.gaps] or [0.0]
         seconds = max(record.finish for record in self.records) - min(record.arrival for record in self.records)
@@ -272,7 +276,7 @@ class Trace:
             worst_time_to_first_token=max(first),
             time_per_token=sum(gaps) / len(gaps),
             longest_gap=max(gaps),
-            throughput=sum(len(record.times) for record in self.records) / seconds,
+            throughput=sum(len(record.times) for record in self.records) / seconds if seconds else math.inf,
             busy=useful / sum(done.tokens for done in self.passes),
         )
 
@@ -382,6 +386,7 @@ def serve(
     """
     if not requests:
         raise ValueError("there are no requests to serve")
+    eos_ids = _ids(eos_ids, "eos_ids")
     if model is not None:
         _check_tokens(requests, model.config.vocab_size)
     runner = None if model is None else _Runner(model, policy.static)
@@ -448,15 +453,16 @@ def _piece(sequence: _Sequence, count: int) -> Piece:
 
 def _check_tokens(requests: Sequence[Request], vocab_size: int) -> None:
     for i, request in enumerate(requests):
-        for token in (min(request.prompt), max(request.prompt)):
+        prompt = _ids(request.prompt, f"the prompt of request {i}")
+        for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"request {i}: token id {token} is outside the vocabulary of {vocab_size}")
 
 
-def _at_least_one(**values: int) -> None:
+def _set(frozen: object, **values: float) -> None:
+    """Put what was checked in the place of what was given, in an object that is being made."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        object.__setattr__(frozen, name, value)
 
 
 # --- The paged cache ---------------------------------------------------------------------------------
@@ -480,12 +486,12 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int, bytes_per_token: int) -> None:
-        _at_least_one(num_blocks=num_blocks, block_size=block_size, bytes_per_token=bytes_per_token)
-        self.num_blocks, self.block_size, self.bytes_per_token = num_blocks, block_size, bytes_per_token
+        self.num_blocks, self.block_size = whole("num_blocks", num_blocks), whole("block_size", block_size)
+        self.bytes_per_token = whole("bytes_per_token", bytes_per_token)
         self.tables: dict[Hashable, list[int]] = {}
         self.lengths: dict[Hashable, int] = {}
-        self.references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # the lowest block is handed out first
+        self.references = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # the lowest block is handed out first
 
     @property
     def free_blocks(self) -> int:
@@ -495,9 +501,7 @@ class BlockAllocator:
         """Begin the sequence ``name`` with room for ``tokens`` tokens, none of them written yet."""
         if name in self.tables:
             raise ValueError(f"sequence {name!r} exists already")
-        if tokens < 0:
-            raise ValueError(f"tokens must not be negative: {tokens}")
-        self.tables[name] = self._take(-(-tokens // self.block_size))
+        self.tables[name] = self._take(-(-whole("tokens", tokens, 0) // self.block_size))
         self.lengths[name] = 0
 
     def append(self, name: Hashable, tokens: int = 1) -> Written:
@@ -506,8 +510,7 @@ class BlockAllocator:
         If the block that the first of them falls into is shared, it is replaced by a new one: copy its content as
         ``copy`` says before writing to the slots.
         """
-        table, length = self._table(name), self.lengths[name]
-        _at_least_one(tokens=tokens)
+        table, length, tokens = self._table(name), self.lengths[name], whole("tokens", tokens)
         first = length // self.block_size
         shared = first < len(table) and self.references[table[first]] > 1
         missing = max(0, -(-(length + tokens) // self.block_size) - len(table))
@@ -525,10 +528,10 @@ class BlockAllocator:
     def fork(self, source: Hashable, name: Hashable, tokens: int | None = None) -> None:
         """Begin the sequence ``name`` with the first ``tokens`` tokens of ``source`` (all of them), copying nothing."""
         table, length = self._table(source), self.lengths[source]
-        tokens = length if tokens is None else tokens
+        tokens = length if tokens is None else whole("tokens", tokens, 0)
         if name in self.tables:
             raise ValueError(f"sequence {name!r} exists already")
-        if not 0 <= tokens <= length:
+        if tokens > length:
             raise ValueError(f"sequence {source!r} holds {length} tokens: {tokens} of them cannot be shared")
         self.tables[name] = table[: -(-tokens // self.block_size)]
         self.lengths[name] = tokens

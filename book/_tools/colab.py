@@ -440,10 +440,18 @@ def requirements() -> dict[str, str]:
 
 
 def embedded_files(code: str) -> list[Path]:
-    """The package, the book's data and records, and of the trained models those that the code names."""
+    """The package, the book's data and records, and of the trained siblings those that the code names.
+
+    Raises NoPlainForm for a sibling that is not there, or whose name is put together and so cannot be read.
+    """
     files = [*ROOT.glob("tokenbytoken/**/*.py"), *ROOT.glob("book/data/**/*"), *ROOT.glob("book/measurements/*.json")]
-    files += ROOT.glob("LICENSE*")
-    wanted = [path for path in files if path.is_file() and (path.suffix != ".safetensors" or path.stem in code)]
+    files += [*ROOT.glob("book/experiments/*.json"), *ROOT.glob("LICENSE*")]
+    for name in sorted(set(re.findall(r"sibling-[\w{]*", code))):
+        found = [*ROOT.glob(f"tokenbytoken/weights/{name}/*")]
+        if not found:
+            raise NoPlainForm(f"the code names {name!r}: write out the name of a sibling that exists")
+        files += found
+    wanted = [path for path in files if path.is_file()]
     return sorted(wanted, key=lambda path: path.relative_to(ROOT).as_posix())
 
 

@@ -1,0 +1,151 @@
+"""The siblings: small models that were trained alike by book/experiments/siblings.py, and the record of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenbytoken as tbt
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "book" / "experiments"))
+
+import siblings  # noqa: E402
+
+NAMES = list(siblings.SIBLINGS)
+RECORD: dict[str, Any] = json.loads((ROOT / "book" / "experiments" / "siblings.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_load_in_transformers_too_with_equal_logits(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor([list(b"A token is a byte; ")])
+    reference = AutoModelForCausalLM.from_pretrained(tbt.checkpoint.find(f"sibling-{name}"), dtype=torch.float32)
+    with torch.no_grad():
+        want = reference(tokens, use_cache=False).logits
+    got = tbt.load(f"sibling-{name}")(tokens)
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()  # float32, sums in another order
+    assert want.abs().max() > 1
+
+
+def test_sizes_are_equal_and_small() -> None:
+    counts = {name: tbt.count_parameters(tbt.load(f"sibling-{name}").config).total for name in NAMES}
+    assert max(counts.values()) <= 1.01 * min(counts.values())
+    assert all(1_000_000 <= count <= 1_200_000 for count in counts.values())
+    assert {name: RECORD["runs"][f"{name}/0"]["parameters"] for name in NAMES} == counts
+    stored = sum(path.stat().st_size for path in tbt.checkpoint.WEIGHTS.rglob("*") if path.is_file())
+    assert stored <= 16e6 / 7 * len(NAMES)  # seven siblings will share 16 MB
+
+
+def test_they_differ_in_the_key_value_heads_they_are_named_after() -> None:
+    heads = {name: tbt.load(f"sibling-{name}").config.layers[0].mixer for name in ("mha", "gqa", "mqa")}
+    assert {name: (m.num_heads, m.num_kv_heads) for name, m in heads.items()} == {
+        "mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_is_a_byte(name: str) -> None:
+    tokenizer = tbt.load_tokenizer(f"sibling-{name}")
+    text = "½ of it: “ü”, \t\x00\n 東 <|endoftext|>"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.vocab_size == 256
+    assert [tokenizer.tokens([byte])[0] for byte in b"a z"] == ["a", " ", "z"]
+    written = tbt.generate(tbt.load(f"sibling-{name}"), tokenizer.encode("The "), 8)
+    assert len(tokenizer.decode(written)) > 0
+
+
+def test_the_alphabet_is_the_librarys() -> None:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    assert set(siblings.byte_tokenizer().get_vocab()) == set(ByteLevel.alphabet())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recorded_perplexity_is_that_of_the_weights(name: str) -> None:
+    """Computed another way here: with a state, in chunks, from the logits' own log-softmax."""
+    model, text = tbt.load(f"sibling-{name}"), siblings.passage()
+    nats: list[float] = []
+    for start in range(0, len(text) - 1, 256):
+        window = torch.tensor(text[start : start + 257].tolist())
+        state = model.new_state(1, 256)
+        logits = torch.cat([model(chunk[None], state)[0] for chunk in window[:-1].split(100)])
+        nats += (-logits.double().log_softmax(-1).gather(1, window[1:, None]))[:, 0].tolist()
+    assert len(nats) == len(text) - 1
+    recorded = RECORD["runs"][f"{name}/0"]["passage_perplexity"]
+    assert math.exp(statistics.fmean(nats)) == pytest.approx(recorded, rel=1e-4)
+
+
+def test_the_record_is_complete() -> None:
+    assert set(RECORD["runs"]) == {f"{name}/{seed}" for name in NAMES for seed in (0, 1, 2)}
+    assert RECORD["recipe"] == siblings.RECIPE
+    assert len(RECORD["text"]["sha256"]) == 64
+    seen = RECORD["recipe"]["steps"] * RECORD["recipe"]["batch_bytes"]
+    for key, one in RECORD["runs"].items():
+        assert {"minutes", "machine", "date", "command", "held_out_nats"} <= set(one), key
+        assert one["curve"][-1][0] == seen, key
+        assert one["curve"][-1][1] < one["curve"][0][1] - 1, key
+        assert one["passage_perplexity"] == pytest.approx(math.exp(one["passage_nats"]), rel=1e-4)
+        assert one["passage_nats"] < math.log(256) / 2, key
+    for name in NAMES:  # a seed that changes nothing would make the spread a lie
+        assert len({RECORD["runs"][f"{name}/{seed}"]["passage_nats"] for seed in (0, 1, 2)}) == 3
+
+
+def test_the_passage_is_in_no_training_text() -> None:
+    train, held = siblings.texts()
+    seen, passage = train.tobytes() + held.tobytes(), siblings.passage().tobytes()
+    for start in range(0, len(passage) - 60, 30):
+        assert passage[start : start + 60] not in seen
+    assert not any(held.tobytes()[start : start + 200] in train.tobytes() for start in range(0, len(held) - 200, 5000))
+
+
+def test_every_architecture_sees_the_same_bytes() -> None:
+    data = siblings.passage()
+    one, two, other = (list(siblings.batches(data, siblings.QUICK, seed)) for seed in (0, 0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not torch.equal(one[0], other[0])
+    assert {(batch.shape[1] - 1, batch[:, 1:].numel()) for batch in one} == {
+        (length, siblings.RECIPE["batch_bytes"]) for _, length in siblings.RECIPE["lengths"]
+    }
+
+
+def test_quick_runs_learn_and_are_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--quick", "--folder", str(tmp_path), "--seeds", "0", "--names"]
+    siblings.main([*quick, "gqa"])
+    first = json.loads((tmp_path / "siblings.json").read_text())["runs"]["gqa/0"]
+    assert first["curve"][-1][1] < first["curve"][0][1] - 0.5
+    loaded = tbt.load(tmp_path / "sibling-gqa")
+    text = siblings.texts()[1][:2048]
+    assert siblings.nats_per_byte(loaded, text) == pytest.approx(first["held_out_nats"], abs=1e-4)
+
+    capsys.readouterr()
+    siblings.main([*quick, "gqa", "mqa"])
+    assert "mqa/0" in (said := capsys.readouterr().out)
+    assert "gqa/0" not in said
+    runs = json.loads((tmp_path / "siblings.json").read_text())["runs"]
+    assert runs["gqa/0"] == first
+    assert set(runs) == {"gqa/0", "mqa/0"}
+
+
+def test_runs_that_cannot_be_compared_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "siblings.json"
+    siblings.write(path, {"recipe": siblings.QUICK, "text": {"python": "2.7"}, "runs": {}})
+    with pytest.raises(SystemExit, match="another recipe"):
+        siblings.opened(path, siblings.RECIPE, {})
+    with pytest.raises(SystemExit, match=r"another text \(Python 2\.7"):
+        siblings.opened(path, siblings.QUICK, {"python": "3.11"})
+    with pytest.raises(SystemExit):
+        siblings.main(["--quick"])
+
+
+def test_an_unknown_sibling_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"sibling-lost.*sibling-gqa.*sibling-mha"):
+        tbt.load("sibling-lost")
