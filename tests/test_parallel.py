@@ -13,6 +13,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -139,8 +140,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the ranks of every case found: one process imports PyTorch, and forks them all."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """What the ranks of every case found: run once, also when several test workers ask."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "results.json").exists():
+            run_ranks(references, folder)
+    return json.loads((folder / "results.json").read_text())
+
+
+def run_ranks(references: dict[str, Any], folder: Path) -> None:
     big = folder / "big"
     families.llama(**BIG).to(torch.bfloat16).save_pretrained(big)  # so that loading in float32 is a copy, not a map
     cases: list[dict[str, Any]] = [
@@ -161,7 +171,6 @@ def results(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
         [sys.executable, HERE / "ranks.py", folder / "cases.json"], env=ENVIRONMENT, timeout=240, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
-    return json.loads((folder / "results.json").read_text())
 
 
 def all_ranks(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -230,6 +239,8 @@ def test_the_communication_model_counts_the_same_messages() -> None:
     sums, ring = 2 * 126 + 1, (t - 1) / t / h100.link.bandwidth
     want = (sums + 1) * h100.link.latency + (2 * sums * 16384 + 128_256) * 4 * 2 * ring
     assert seconds == pytest.approx(want)
+    assert tbt.hardware.links["nvlink"] == h100.link
+    assert tbt.hardware.links["network"] == h100.network
 
 
 def test_one_rank_is_the_plain_model_to_the_bit(results: dict) -> None:

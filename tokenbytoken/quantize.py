@@ -244,10 +244,8 @@ class QuantizedLinear(nn.Module):
         if self.in_features % 16 or self.out_features % 16:  # the hardware's own condition
             return None
         whole = self.activations == "tensor" and self.scales.shape[0] == 1
-        return granularity if (granularity := "tensor" if whole else "row") in self._probed() else None
-
-    def _probed(self) -> frozenset[str]:
-        return probe(str(self.values.device), self.format)
+        granularity = "tensor" if whole else "row"
+        return granularity if granularity in probe(str(self.values.device), self.format) else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -273,11 +271,8 @@ class QuantizedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        scales = " × ".join(map(str, self.scales.shape))
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}, "
-            f"scales={scales}, activations={self.activations}, matmul={self.matmul}"
-        )
+        scales, inputs = " × ".join(map(str, self.scales.shape)), self.activations or "not quantised"
+        return f"{self.in_features} → {self.out_features}, {self.format}, {scales} scales, inputs {inputs}"
 
 
 def quantize_model(
@@ -287,17 +282,15 @@ def quantize_model(
     *,
     include: Literal["all", "ffn"] = "all",
     block: tuple[int, int] = BLOCK,
-    activations: Granularity | None = None,
-    activation_bound: float | None = None,
-    matmul: Literal["auto", "scaled", "dequantised"] = "auto",
+    **options: Any,
 ) -> Decoder:
     """A decoder whose linear layers are stored in one byte a weight; ``model`` is left as it is.
 
     ``include="all"``: the linear layers of all mixers and feed-forwards; ``"ffn"``: Llama 3.1's choice, the
     feed-forwards of all layers but the first and the last (its activations: ``"row"``, with
     ``activation_bound=1200``). Embedding, head, norms and routers stay, and share their memory with ``model``.
-    Other options as in :class:`QuantizedLinear`. Raises ValueError for what it does not know, for weights that hold
-    NaN or infinity, and for a model that holds quantised layers already.
+    ``options`` (``activations``, ``activation_bound``, ``matmul``) as in :class:`QuantizedLinear`. Raises ValueError
+    for what it does not know, for weights that hold NaN or infinity, and for a model with quantised layers.
     """
     _known("format", format, DTYPES)
     _known("granularity", granularity, GRANULARITIES)
@@ -316,10 +309,7 @@ def quantize_model(
                 continue
             owner, _, leaf = name.rpartition(".")
             try:
-                quantised = QuantizedLinear.from_linear(
-                    linear, format, granularity, block,
-                    activations=activations, activation_bound=activation_bound, matmul=matmul,
-                )  # fmt: skip
+                quantised = QuantizedLinear.from_linear(linear, format, granularity, block, **options)
             except ValueError as error:
                 raise ValueError(f"layer {i}, {name}: {error}") from None
             setattr(layer.get_submodule(owner), leaf, quantised)

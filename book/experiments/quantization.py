@@ -70,6 +70,7 @@ def cases() -> Iterator[tuple[str, Callable[[tbt.Decoder], tuple[tbt.Decoder, bo
     def cache(model: tbt.Decoder, format: str) -> tuple[tbt.Decoder, bool]:
         return tbt.quantize_cache(model, format), True
 
+    options: dict[str, Any]
     for format in FORMATS:
         for granularity in GRANULARITIES:
             yield f"weights {format} {granularity}", partial(weights, format=format, granularity=granularity)
@@ -79,10 +80,9 @@ def cases() -> Iterator[tuple[str, Callable[[tbt.Decoder], tuple[tbt.Decoder, bo
         for activations in ("tensor", "row", "tile"):
             options = {"format": format, "activations": activations, "matmul": "dequantised"}
             yield f"activations {format} {activations}", partial(weights, **options)
-    yield (
-        "llama 3.1 recipe",
-        partial(weights, include="ffn", activations="row", activation_bound=1200.0, matmul="dequantised"),
-    )
+    options = {"include": "ffn", "activations": "row", "matmul": "dequantised"}
+    yield "llama 3.1 recipe", partial(weights, **options, activation_bound=1200.0)
+    yield "llama 3.1 recipe without bound", partial(weights, **options)
     for format in FORMATS:
         for granularity in ("row", "block"):
             for power in FACTORS:
