@@ -341,7 +341,7 @@ def _report(model: Decoder, state: DecoderState, prompt: int, times: list[float]
     if new:
         line += f", the first after {times[1] - times[0]:.2f} s"
     if new > 1 and model.agree is not None:
-        line += f", then {(new - 1) / (times[-1] - times[1]):.1f} tokens/s; {state.nbytes_used:,} state bytes a rank"
+        line += f", then {(new - 1) / (times[-1] - times[1]):.1f} tokens/s; {state.nbytes_used:,} state bytes on rank 0"
     elif new > 1:
         size = model.embed.weight.element_size()
         recipe = "fp32" if size == 4 else "bf16"

@@ -21,8 +21,8 @@ def frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each pair, after scaling: (dim/2,) float64.
 
     Plain: theta^(-2i/dim). Llama 3.1 and YaRN divide the slow pairs by their factor, leave the fast ones and
-    blend in between; they differ in where the blend lies (by wavelength, by pair index). Sources: the Llama 3.1
-    release (``rope_type: llama3``); Peng et al. 2023, arXiv 2309.00071, section 3.2.
+    blend in between; they differ in how the blend runs (by turns over the original context, by pair index).
+    Sources: the Llama 3.1 release (``rope_type: llama3``); Peng et al. 2023, arXiv 2309.00071, section 3.2.
     """
     plain = rope.theta ** (-torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
     match rope.scaling:
