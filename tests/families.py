@@ -20,18 +20,45 @@ T_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+T_DSV3: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1, "max_position_embeddings": 640,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+T_MIXTRAL: dict[str, Any] = {
+    **T_LLAMA, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+    "sliding_window": None,
+}  # fmt: skip
+T_MAMBA: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "conv_kernel": 4, "expand": 2,
+    "time_step_rank": 4,
+}  # fmt: skip
+T_JAMBA: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
+    "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_dt_rank": 4, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def redraw(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                continue
-            if parameter.dim() == 1 and "norm" in name:
+            if name.endswith("A_log"):  # spread about −1 … −N, and another in each channel
+                parameter.add_(torch.empty_like(parameter).normal_(0, 0.25, generator=generator))
+            elif name.endswith("dt_proj.bias"):  # Δ from 0.02 to 2: some channels remember, some forget
+                parameter.normal_(-1.5, 1.0, generator=generator)
+            elif parameter.dim() == 1 and "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.25, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # so wide that biased scores are negative, too
+                buffer.normal_(0, 0.5, generator=generator)
     return model.eval().requires_grad_(False)
 
 
@@ -40,6 +67,42 @@ def llama(seed: int = 0, **changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return redraw(LlamaForCausalLM(LlamaConfig(**{**T_LLAMA, **changes})), seed)
+
+
+def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
+    """A random DeepseekV3ForCausalLM in float32, its router biases drawn as well."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return redraw(DeepseekV3ForCausalLM(DeepseekV3Config(**{**T_DSV3, **changes})), seed)
+
+
+def deepseek_v2(seed: int = 0, **changes: Any) -> nn.Module:
+    """A random DeepseekV2ForCausalLM in float32: softmax scores, groups ranked by their best expert."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    own = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "norm_topk_prob": False}
+    return redraw(DeepseekV2ForCausalLM(DeepseekV2Config(**{**T_DSV3, **own, **changes})), seed)
+
+
+def mixtral(seed: int = 0, **changes: Any) -> nn.Module:
+    """A random MixtralForCausalLM in float32."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return redraw(MixtralForCausalLM(MixtralConfig(**{**T_MIXTRAL, **changes})), seed)
+
+
+def mamba(seed: int = 0, **changes: Any) -> nn.Module:
+    """A random MambaForCausalLM in float32."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return redraw(MambaForCausalLM(MambaConfig(**{**T_MAMBA, **changes})), seed)
+
+
+def jamba(seed: int = 0, **changes: Any) -> nn.Module:
+    """A random JambaForCausalLM in float32."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    return redraw(JambaForCausalLM(JambaConfig(**{**T_JAMBA, **changes})), seed)
 
 
 def ours(reference: nn.Module, folder: Path, **save: Any) -> tbt.Decoder:

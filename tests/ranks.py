@@ -1,11 +1,13 @@
 """Tensor-parallel ranks for test_parallel.py: imports PyTorch once, then forks the ranks of each case.
 
 ``python tests/ranks.py CASES.json`` runs every case and writes what each rank found to ``results.json`` beside it.
-Under torchrun, ``tests/ranks.py --die`` is a rank that sums until rank 1 is killed.
+The last one, "launched", is started by torchrun's own launcher, which forks as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import tokenbytoken as tbt
+from tokenbytoken.generate import main as generate_main
 from tokenbytoken.parallel import Collectives, RankLost, load_parallel, parallelize, ranks, shard
 
 
@@ -150,6 +153,15 @@ def lost(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     return {"error": None}
 
 
+def command(case: dict[str, Any]) -> dict[str, Any]:
+    """``python -m tokenbytoken.generate --tensor-parallel``, with some options of rank 1 alone."""
+    options = case["options"] + (case["of_rank_1"] if os.environ["RANK"] == "1" else [])
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = generate_main([*options, "--tensor-parallel"])
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
 CASES: dict[str, Callable[[dict[str, Any], dist.ProcessGroup], dict[str, Any]]] = {
     f.__name__: f for f in (parity, alone, memory, refused, lost)
 }
@@ -158,8 +170,11 @@ CASES: dict[str, Callable[[dict[str, Any], dist.ProcessGroup], dict[str, Any]]] 
 def rank_main(case: dict[str, Any], out: Path) -> None:
     started = time.monotonic()
     try:
-        with torch.no_grad(), ranks(timeout=case.get("timeout", 60.0)) as group:
-            found = CASES[case["kind"]](case, group)
+        if case["kind"] == "command":
+            found = command(case)
+        else:
+            with torch.no_grad(), ranks(timeout=case.get("timeout", 60.0)) as group:
+                found = CASES[case["kind"]](case, group)
     except RankLost as error:
         found = {"lost": str(error)}
     except Exception:
@@ -191,6 +206,7 @@ def run(case: dict[str, Any], folder: Path) -> list[dict[str, Any] | None]:
 
 
 def die() -> None:
+    """A rank that sums until rank 1 is killed."""
     with ranks() as group:
         for step in range(1000):
             dist.all_reduce(torch.ones(3))
@@ -198,13 +214,28 @@ def die() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--die":
-        die()
-    else:
-        import torch._dynamo  # DTensor imports it at its first use: once, here, rather than in every rank
-        import torch.distributed.tensor.parallel
+def launched() -> dict[str, Any]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        path = Path(sys.argv[1])
-        results = {case["name"]: run(case, path.parent) for case in json.loads(path.read_text())}
-        (path.parent / "results.json").write_text(json.dumps(results))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="die",
+        max_restarts=0, start_method="fork",
+    )  # fmt: skip
+    started = time.monotonic()
+    try:
+        elastic_launch(config, die)()
+        failed = ""
+    except ChildFailedError as error:
+        failed = str(error)
+    return {"failed": failed, "seconds": time.monotonic() - started}
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # DTensor imports it at its first use: once, here, rather than in every rank
+    import torch.distributed.tensor.parallel
+
+    path = Path(sys.argv[1])
+    results = {case["name"]: run(case, path.parent) for case in json.loads(path.read_text())}
+    results["launched"] = [launched()]
+    (path.parent / "results.json").write_text(json.dumps(results))

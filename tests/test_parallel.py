@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
+from tokenbytoken.generate import main
 from tokenbytoken.parallel import deal_heads, shard
 
 HERE = Path(__file__).parent
@@ -126,6 +126,16 @@ BIG = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 8, "v
        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}  # fmt: skip
 
 
+# Commands that end with status 2 and one message: ranks, options, options of rank 1 alone, what rank 0 prints.
+COMMANDS: dict[str, tuple[int, list[str], list[str], str]] = {
+    "four ranks": (4, ["--prompt", "x"], [], "9 query heads and 3 key/value heads cannot be dealt to 4 ranks"),
+    "empty prompt": (2, ["--prompt", ""], [], "the prompt is empty: it needs at least one token\n"),
+    "no source": (2, ["--prompt", "x", "--source", "/nowhere"], [], "'/nowhere' is neither one of"),
+    "no device": (2, ["--prompt", "x", "--device", "cuda:99"], [], "device 'cuda:99' cannot be used here"),
+    "rank 1 alone": (2, ["--prompt", "x"], ["--max-new-tokens", "-1"], "rank 1: max_new_tokens must be"),
+}
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Random models written by transformers, with its logits."""
@@ -165,6 +175,10 @@ def run_ranks(references: dict[str, Any], folder: Path) -> None:
         {"name": "killed", "kind": "lost", "world": 2, "how": "kill"},
         {"name": "raised", "kind": "lost", "world": 2, "how": "raise"},
         {"name": "hung", "kind": "lost", "world": 2, "how": "hang", "timeout": 3.0},
+    ]
+    cases += [
+        {"name": name, "kind": "command", "world": world, "options": options, "of_rank_1": of_rank_1}
+        for name, (world, options, of_rank_1, _) in COMMANDS.items()
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
@@ -283,36 +297,41 @@ def test_a_rank_that_dies_hangs_or_fails_ends_the_others_with_a_message(results:
         assert other is None or "KeyError: 'only rank 1'" in other["raised"]
 
 
-# --- torchrun ----------------------------------------------------------------------------------------
+# --- the command, and torchrun -----------------------------------------------------------------------
 
 
-def torchrun(*arguments: str | Path, ranks: int = 2) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, timeout=180, capture_output=True, text=True)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_cannot_be_obeyed_ends_every_rank_with_one_message(results: dict, name: str) -> None:
+    words = COMMANDS[name][-1]
+    for rank, found in enumerate(all_ranks(results, name)):
+        assert (found["status"], found["out"]) == (2, "")
+        assert found["err"].startswith(words) if rank == 0 else found["err"] == ""
+        assert found["err"].count("\n") == (rank == 0)
+        assert found["seconds"] < 30
 
 
-def test_torchrun_prints_on_rank_0_alone_what_one_process_prints() -> None:
-    options = ["--prompt", "The tallest mountain on Earth is", "--max-new-tokens", "8"]
-    one = subprocess.run(
-        [sys.executable, "-m", "tokenbytoken.generate", *options], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    two = torchrun("-m", "tokenbytoken.generate", *options, "--tensor-parallel")
+def test_torchrun_prints_on_rank_0_alone_what_one_process_prints(capsys: pytest.CaptureFixture) -> None:
+    options = ["--prompt", "The tallest mountain on Earth is", "--max-new-tokens", "5"]
+    assert main(options) == 0
+    one = capsys.readouterr().out
+    two = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "tokenbytoken.generate", *options, "--tensor-parallel"],
+        env=ENVIRONMENT, timeout=180, capture_output=True, text=True,
+    )  # fmt: skip
     assert two.returncode == 0, two.stderr
-    assert two.stdout == one.stdout
-    assert len(one.stdout) > len(options[1])
+    assert two.stdout == one
+    assert len(one) > len(options[1])
 
 
-def test_torchrun_ends_within_a_minute_when_a_rank_is_killed() -> None:
-    start = time.monotonic()
-    done = torchrun(HERE / "ranks.py", "--die")
-    assert time.monotonic() - start < 60
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stderr or "another rank died" in done.stderr
+def test_torchrun_ends_within_a_minute_when_a_rank_is_killed(results: dict) -> None:
+    (found,) = results["launched"]
+    assert "SIGKILL" in found["failed"]
+    assert found["seconds"] < 60
 
 
-def test_tensor_parallel_outside_torchrun_says_how_to_start_it() -> None:
+def test_tensor_parallel_outside_torchrun_says_how_to_start_it(capsys: pytest.CaptureFixture) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         assert name not in os.environ
-    from tokenbytoken.generate import main
-
     assert main(["--prompt", "x", "--tensor-parallel"]) == 2
+    assert "start the ranks with torchrun" in capsys.readouterr().err

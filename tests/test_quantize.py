@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import families
@@ -110,6 +111,9 @@ def test_overflow_follows_the_rule_that_was_asked_for() -> None:
     for format in FP8:
         for overflow in ("saturate", "nan"):
             assert tbt.to_fp8(torch.tensor([math.nan]), format, overflow).float().isnan().all()
+    beside = torch.tensor([464 * (1 + 1e-12), 57344.0], dtype=torch.float64)  # float32 knows it as 464
+    assert tbt.to_fp8(beside, "e4m3", "nan").float().isnan().tolist() == [False, True]
+    assert tbt.to_fp8(torch.tensor([57344.0, 1.5]).to(torch.float8_e5m2)).float().tolist() == [448.0, 1.5]
 
 
 def test_unknown_formats_rules_and_granularities_are_refused() -> None:
@@ -122,10 +126,15 @@ def test_unknown_formats_rules_and_granularities_are_refused() -> None:
         quantize.quantize(x, "e3m4")
     with pytest.raises(ValueError, match="unknown granularity 'column'"):
         quantize.quantize(x, granularity="column")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="two positive integers"):
-        quantize.quantize(x, granularity="block", block=(0, 128))
-    with pytest.raises(ValueError, match="cannot quantise"):
-        quantize.quantize(torch.ones(2, 2, dtype=torch.int64))
+    for block in ((0, 128), (128,), (128, 128, 128), 128, (True, 2), (2.0, 2)):
+        with pytest.raises(ValueError, match="two positive integers"):
+            quantize.quantize(x, granularity="block", block=block)  # type: ignore[arg-type]
+    for bound in (0, -1.0, math.nan, math.inf, "1200"):
+        with pytest.raises(ValueError, match="bound must be a number above 0"):
+            quantize.quantize(x, bound=bound)  # type: ignore[arg-type]
+    for wrong in (torch.ones(2, 2, dtype=torch.int64), torch.ones(0, 2), torch.ones(2, 0), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="cannot quantise"):
+            quantize.quantize(wrong)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -156,6 +165,38 @@ def test_scales_and_codes_equal_a_loop_over_blocks_with_ragged_ends(format: str,
     assert q.scales.shape == (math.ceil(192 / size[0]), math.ceil(300 / size[1]))
     assert q.values.element_size() == 1
     assert q.nbytes == 192 * 300 + 4 * q.scales.numel()
+
+
+LAYOUTS = {
+    "vector": lambda x: x[0],
+    "one column": lambda x: x[:, :1],
+    "transposed": lambda x: x.t(),
+    "every third": lambda x: x[::2, ::3],
+    "one row for all": lambda x: x[:1].expand(4, -1),
+    "axes permuted": lambda x: x.view(5, 26, 257).permute(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_shape_layout_and_dtype_of_the_input_change_no_number(layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](normal(130, 257)).to(dtype)
+    for format in FORMATS:
+        for granularity in GRANULARITIES:
+            q = quantize.quantize(x, format, granularity)  # type: ignore[arg-type]
+            assert q.shape == x.shape
+            assert q.values.is_contiguous()
+            plain = x.float().contiguous().reshape(-1, x.shape[-1])
+            want = quantize.quantize(plain, format, granularity)  # type: ignore[arg-type]
+            assert torch.equal(q.scales, want.scales)
+            assert torch.equal(q.dequantize().reshape(plain.shape), want.dequantize())
+            assert q.dequantize(dtype).dtype == dtype
+
+
+def test_a_block_larger_than_the_tensor_costs_no_memory() -> None:
+    x = normal(4, 6)
+    huge = quantize.quantize(x, "int8", "block", (10**7, 10**7))
+    assert torch.equal(huge.dequantize(), quantize.quantize(x, "int8", "tensor").dequantize())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -222,6 +263,8 @@ def test_a_bound_on_the_largest_number_saturates_what_exceeds_it_and_saves_the_r
     assert free.dequantize()[0, 0] == 0  # below half of the smallest number, 2⁻⁹ × 20,000 ÷ 448
     assert bounded.dequantize()[0, 0] > 0
     assert bounded.dequantize()[0, 2].item() == pytest.approx(1200)
+    x[0, 2] = math.inf
+    assert torch.equal(quantize.quantize(x, bound=1200).dequantize(), bounded.dequantize())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -338,6 +381,34 @@ def test_a_quantised_layer_survives_its_state_dict() -> None:
     fresh = QuantizedLinear.from_linear(nn.Linear(160, 64))
     fresh.load_state_dict(q.state_dict())
     assert torch.equal(fresh(x), q(x))
+
+
+def test_codes_of_another_format_are_refused_instead_of_rounded() -> None:
+    layers = {format: QuantizedLinear.from_linear(linear(), format) for format in FORMATS}
+    for held, layer in layers.items():
+        for format in FORMATS:
+            if format != held:
+                with pytest.raises(ValueError, match=f"this layer stores {held}"):
+                    layer.load_state_dict(layers[format].state_dict())
+
+
+@pytest.mark.parametrize("activations", [None, "tensor", "row", "tile"])
+def test_a_layer_takes_no_tokens_one_token_and_any_layout(activations: str | None) -> None:
+    for matmul in ("dequantised", "scaled") if activations in ("tensor", "row") and probe() else ("dequantised",):
+        q = QuantizedLinear.from_linear(linear(), activations=activations, matmul=matmul)
+        assert q(torch.zeros(0, 160)).shape == (0, 64)
+        assert q(torch.zeros(2, 0, 160)).shape == (2, 0, 64)
+        assert q(normal(160)).shape == (64,)
+        x = normal(160, 10).t().unflatten(0, (2, 5))
+        families.assert_close(q(x), q(x.contiguous()))
+
+
+def test_a_bound_that_bounds_nothing_is_refused() -> None:
+    for bound in (0, -1200, math.nan):
+        with pytest.raises(ValueError, match="activation_bound must be a number above 0"):
+            QuantizedLinear.from_linear(linear(), activations="row", activation_bound=bound)
+    with pytest.raises(ValueError, match="say how to quantise"):
+        QuantizedLinear.from_linear(linear(), activation_bound=1200)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
@@ -530,6 +601,14 @@ def test_a_state_is_refused_by_a_model_with_another_cache(cached) -> None:
         tbt.DecoderState.concat([states["e4m3"], states["int8"]])
     with pytest.raises(ValueError, match="unknown format 'fp4'"):
         cached("fp4")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_with_another_cache_is_saved_and_comes_back(cached, format: str) -> None:
+    again = pickle.loads(pickle.dumps(tbt.quantize_model(cached(format), "int8")))
+    state = again.new_state(1, 8)
+    assert state.layers[0].k.dtype == quantize.DTYPES[format]
+    again(families.random_tokens(1, 4), state)
 
 
 def test_a_quantised_model_keeps_the_cache_that_was_chosen(cached) -> None:

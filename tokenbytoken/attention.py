@@ -72,25 +72,35 @@ class KVCache:
         return cls(torch.cat([c.k for c in caches]), torch.cat([c.v for c in caches]))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, padding: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    padding: Tensor | None = None,
+    block_rows: int | None = None,
+) -> Tensor:
     """Causal attention of the newest T tokens over all S: q (B, H, T, D), k and v (B, K, S, D) → (B, H, T, D).
 
     Query row t stands at position S - T + t and sees keys up to its own (a mask aligned bottom-right).
     ``padding`` (B,) counts keys at the left of each row that nobody may see. Query head h reads key/value head
-    h // (H / K); keys and values are never expanded: the group is folded into the query rows instead.
+    h // (H / K); keys and values are never expanded: the group is folded into the query rows instead. Values may be
+    of another width than keys. ``block_rows`` bounds the query rows that are scored at a time.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     G = H // K
-    if padding is None and T == S and T > 1:
+    fused = padding is None and v.shape[-1] == D  # torch's fused attention on a CPU wants one width
+    if fused and T == S and T > 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=G > 1)
-    if padding is None and T == 1:  # everything held may be seen: no mask at all
-        return F.scaled_dot_product_attention(q.reshape(B, K, G, D), k, v, scale=scale).view(B, H, 1, v.shape[-1])
+    if fused and T == 1:  # everything held may be seen: no mask at all
+        return F.scaled_dot_product_attention(q.reshape(B, K, G, D), k, v, scale=scale).view(B, H, 1, D)
 
     # A chunk on top of a cache, or rows of unequal length: blocks of query rows, each over the keys it can see.
     # Only the b × b corner on the diagonal and the columns of the longest padding need a mask.
     out = q.new_empty(B, H, T, v.shape[-1])
-    block = max(1, min(BLOCK_ROWS, BLOCK_SCORES // (B * H * S)))
+    block = max(1, min(block_rows or BLOCK_ROWS, BLOCK_SCORES // (B * H * S)))
     hidden = torch.finfo(q.dtype).min  # finite, so that a row that sees nothing (a pad) stays finite
     longest = 0 if padding is None else int(padding.max())
     for first in range(0, T, block):

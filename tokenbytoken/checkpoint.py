@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ._numbers import whole as whole_number
 from ._paths import read_json
@@ -65,7 +64,7 @@ def load(source: str | Path, dtype: torch.dtype = torch.float32, device: str | t
     for a config that cannot be represented.
     """
     config, tensors = open_source(source)
-    with torch.device("meta"), _SkipInit():
+    with torch.device("meta"):
         model = Decoder(config)
     return _fill(model, tensors, dtype, usable_device(device)).eval()
 
@@ -108,15 +107,6 @@ def open_source(source: str | Path) -> tuple[DecoderConfig, Iterator[tuple[str, 
     raise ValueError(f"{path.name!r} is neither a directory nor a .gguf file")
 
 
-class _SkipInit(TorchFunctionMode):
-    """Leaves out random initialisation: on the meta device it draws nothing, yet imports torch's compiler (2 s)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
 def _fill(
     model: Decoder,
     tensors: Iterable[tuple[str, Stored]],
@@ -149,7 +139,9 @@ def _fill(
         stored = readers[name]
         if stored.shape != slots[name]:
             raise ValueError(f"tensor {name} has shape {stored.shape}, the config asks for {slots[name]}")
-        return stored.read(parts.get(name) if parts else None).to(device, dtype)
+        # DeepSeek-V3's router bias is kept in float32: rounded, it would choose other experts.
+        kept = torch.promote_types(dtype, torch.float32) if name.endswith(".router.selection_bias") else dtype
+        return stored.read(parts.get(name) if parts else None).to(device, kept)
 
     # Expanding blocks is numpy's work, which runs outside the interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -165,13 +157,24 @@ def _fill(
 
 _HF_NAMES = [
     (r"model\.embed_tokens\.", "embed."),
-    (r"model\.norm\.", "norm."),
+    (r"backbone\.embeddings?\.", "embed."),
+    (r"(?:model\.norm|model\.final_layernorm|backbone\.norm_f)\.", "norm."),
     (r"lm_head\.", "head."),
     (r"model\.layers\.(\d+)\.input_layernorm\.", r"layers.\1.mixer_norm."),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"layers.\1.feed_forward_norm."),
+    (r"backbone\.layers\.(\d+)\.norm\.", r"layers.\1.mixer_norm."),
+    (r"model\.layers\.(\d+)\.(?:post_attention|pre_ff)_layernorm\.", r"layers.\1.feed_forward_norm."),
+    (r"(?:model|backbone)\.layers\.(\d+)\.(?:mamba|mixer)\.dt_proj\.bias$", r"layers.\1.mixer.dt_bias"),
+    (r"model\.layers\.(\d+)\.mamba\.(dt|b|c)_layernorm\.", r"layers.\1.mixer.\2_norm."),
+    (r"(?:model|backbone)\.layers\.(\d+)\.(?:mamba|mixer)\.", r"layers.\1.mixer."),
+    (r"model\.layers\.(\d+)\.self_attn\.(q_a|kv_a)_layernorm\.", r"layers.\1.mixer.\2_norm."),
+    (r"model\.layers\.(\d+)\.self_attn\.kv_a_proj_with_mqa\.", r"layers.\1.mixer.kv_a_proj."),
     (r"model\.layers\.(\d+)\.self_attn\.", r"layers.\1.mixer."),
-    (r"model\.layers\.(\d+)\.mlp\.", r"layers.\1.feed_forward."),
+    (r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias$", r"layers.\1.feed_forward.router.selection_bias"),
+    (r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate\.", r"layers.\1.feed_forward.router."),
+    (r"model\.layers\.(\d+)\.mlp\.shared_experts\.", r"layers.\1.feed_forward.shared."),
+    (r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.", r"layers.\1.feed_forward."),
 ]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$")  # a table, recomputed here in float64
 
 
@@ -187,6 +190,57 @@ def _read_slice(file: Any, name: str, part: Part | None) -> Tensor:
     if part is None:
         return file.get_tensor(name)
     return file.get_slice(name)[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
+
+
+# Experts are stored one by one (Mixtral's with names of their own), or as transformers 5 keeps them in memory: all
+# in one tensor, the rows of gate_proj above those of up_proj.
+_ONE_EXPERT = re.compile(r"(layers\.\d+\.feed_forward\.experts\.)(\d+)\.(\w+)\.weight")
+_FUSED_EXPERTS = re.compile(r"(layers\.\d+\.feed_forward\.experts\.)gate_up_proj")
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _read_experts(experts: Sequence[Stored], part: Part | None) -> Tensor:
+    if part is None:
+        return torch.stack([expert.read(None) for expert in experts])
+    if part.dim == 0:
+        return torch.stack([expert.read(None) for expert in experts[part.start : part.stop]])
+    return torch.stack([expert.read(Part(part.dim - 1, part.start, part.stop)) for expert in experts])
+
+
+def _read_half(fused: Stored, half: Part, part: Part | None) -> Tensor:
+    if part is None:
+        return fused.read(half)
+    if part.dim == half.dim:
+        return fused.read(Part(half.dim, half.start + part.start, half.start + part.stop))
+    return half.of(fused.read(part))
+
+
+def _gather_experts(tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """The same tensors, with those of experts as the model has them: one for each projection of a layer."""
+    alone: dict[str, dict[int, Stored]] = {}
+    for name, stored in tensors:
+        if one := _ONE_EXPERT.fullmatch(name):
+            projection = _PROJECTIONS.get(one[3], one[3])
+            experts = alone.setdefault(one[1] + projection, {})
+            if int(one[2]) in experts:
+                raise ValueError(f"the checkpoint holds tensor {name} twice")
+            experts[int(one[2])] = stored
+        elif (fused := _FUSED_EXPERTS.fullmatch(name)) and len(stored.shape) == 3:
+            E, rows, M = stored.shape
+            for i, projection in enumerate(("gate_proj", "up_proj")):
+                half = Part(1, i * (rows // 2), (i + 1) * (rows // 2))
+                yield fused[1] + projection, Stored((E, rows // 2, M), partial(_read_half, stored, half))
+        else:
+            yield name, stored
+    for name, experts in alone.items():
+        shapes = {expert.shape for expert in experts.values()}
+        prefix, _, projection = name.rpartition(".")
+        if lacking := set(range(max(experts) + 1)) - set(experts):
+            raise ValueError(f"the checkpoint lacks tensor {prefix}.{min(lacking)}.{projection}.weight")
+        if len(shapes) > 1:
+            raise ValueError(f"tensors {prefix}.*.{projection}.weight have different shapes: {sorted(shapes)}")
+        inside = [experts[i] for i in range(len(experts))]
+        yield name, Stored((len(inside), *inside[0].shape), partial(_read_experts, inside))
 
 
 def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]:
@@ -211,11 +265,17 @@ def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stor
             except Exception as error:
                 raise ValueError(f"{shard} is not a readable safetensors file: {error}") from None
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                if not _NOT_WEIGHTS.search(name):
-                    stored = file.get_slice(name)
-                    yield _own_name(name), Stored(tuple(stored.get_shape()), partial(_read_slice, file, name))
+                shape = tuple(file.get_slice(name).get_shape())
+                # A shared expert of no width (n_shared_experts: 0) is stored as tensors without numbers.
+                if not _NOT_WEIGHTS.search(name) and 0 not in shape and not is_mtp(name):
+                    yield _own_name(name), Stored(shape, partial(_read_slice, file, name))
 
-    return config, tensors()
+    def is_mtp(name: str) -> bool:
+        """Multi-token-prediction modules are stored as layers past the last, and are not built."""
+        layer = _LAYER.match(name)
+        return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.mtp_layers
+
+    return config, _gather_experts(tensors())
 
 
 # --- GGUF -----------------------------------------------------------------------------------------

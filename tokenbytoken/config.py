@@ -507,12 +507,14 @@ def _jamba(f: Fields, name: str) -> DecoderConfig:
     mamba = _mamba_mixer(f, "mamba_", inner_norms=True, eps=eps)
     dense = SwiGLUConfig(intermediate_size=f.integer("intermediate_size"))
     experts = f.integer("num_experts", 16)
-    moe = MoEConfig(
-        num_experts=experts,
-        experts_per_token=f.integer("num_experts_per_tok", 2),
-        intermediate_size=dense.intermediate_size,
-        normalize=False,
-    )
+    moe: FeedForwardConfig = dense  # a single expert needs no router
+    if experts > 1:
+        moe = MoEConfig(
+            num_experts=experts,
+            experts_per_token=f.integer("num_experts_per_tok", 2),
+            intermediate_size=dense.intermediate_size,
+            normalize=False,
+        )
 
     def on(kind: str, i: int, period: int, offset: int) -> bool:
         period, offset = f.integer(f"{kind}_layer_period", period), f.integer(f"{kind}_layer_offset", offset, least=0)
@@ -521,7 +523,7 @@ def _jamba(f: Fields, name: str) -> DecoderConfig:
     layers = [
         LayerConfig(
             mixer=attention if on("attn", i, 8, 4) else mamba,
-            feed_forward=moe if experts > 1 and on("expert", i, 2, 1) else dense,
+            feed_forward=moe if on("expert", i, 2, 1) else dense,
         )
         for i in range(f.integer("num_hidden_layers"))
     ]

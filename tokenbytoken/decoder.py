@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ._numbers import whole
 from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
@@ -196,6 +198,15 @@ class DecoderState:
         return DecoderState(self.kind, layers, max_length, padding, self.length - start + shift)
 
 
+class _SkipInit(TorchFunctionMode):
+    """Leaves out random initialisation: on the meta device it draws nothing, yet imports torch's compiler (2 s)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 class Decoder(nn.Module):
     """A causal language model: tokens (B, T) int64 → logits (B, T, V).
 
@@ -208,10 +219,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(layer, config.hidden_size, config.norm_eps) for layer in config.layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        with _SkipInit() if torch.get_default_device().type == "meta" else nullcontext():
+            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(Layer(layer, config.hidden_size, config.norm_eps) for layer in config.layers)
+            self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 

@@ -290,32 +290,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with ranks(options.device) as group:
-            return _run(options, lambda: load_parallel(options.source, group, dtype, options.device), group.rank())
+            return _run(options, lambda: load_parallel(options.source, group, dtype, options.device), group)
     except (ValueError, RankLost) as error:
         print(error, file=sys.stderr, flush=True)
         return 2 if isinstance(error, ValueError) else 1
 
 
-def _run(options: argparse.Namespace, load_model: Callable[[], Decoder], rank: int | None = None) -> int:
+def _run(options: argparse.Namespace, load_model: Callable[[], Decoder], group: Any = None) -> int:
     """Load, generate, and print what was generated: under tensor parallelism on rank 0 alone."""
+    prepared, error = None, None
     try:
-        model = load_model()
-        tokenizer = load_tokenizer(options.source)
-        prompt = options.prompt
-        if not prompt:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if options.chat:
-            prompt = tokenizer.chat([{"role": "user", "content": prompt}])
-        ids = tokenizer.encode(prompt)
-        state = model.new_state(1, len(ids) + max(options.max_new_tokens, 1))
-        tokens = stream(
-            model, ids, options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
-            top_p=options.top_p, seed=options.seed, eos_ids=tokenizer.eos_ids, state=state,
-        )  # fmt: skip
-    except ValueError as error:
-        print(error if rank is None else f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        prepared = _prepare(options, load_model)
+    except ValueError as refusal:
+        error = str(refusal)
+    if group is not None:
+        from .parallel import settled
+
+        error = settled(group, error)
+    if error is not None or prepared is None:
+        if group is None or group.rank() == 0:
+            print(error, file=sys.stderr, flush=True)
+        if group is not None:
+            group.barrier().wait()  # torchrun ends everybody when one ends, so nobody does before that is printed
         return 2
-    if rank:
+    model, tokenizer, prompt, state, tokens = prepared
+    if group is not None and group.rank() > 0:
         for _ in tokens:
             pass
         return 0
@@ -331,8 +330,28 @@ def _run(options: argparse.Namespace, load_model: Callable[[], Decoder], rank: i
     for piece in _pieces(tokenizer, clocked()):
         print(piece, end="", flush=True)
     print(flush=True)
-    _report(model, state, len(ids), times)
+    _report(model, state, prompt, times)
     return 0
+
+
+def _prepare(
+    options: argparse.Namespace, load_model: Callable[[], Decoder]
+) -> tuple[Decoder, Tokenizer, int, DecoderState, Iterator[int]]:
+    """(model, tokenizer, length of the prompt, state, tokens to come). Raises ValueError for bad input."""
+    prompt = options.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    model = load_model()
+    tokenizer = load_tokenizer(options.source)
+    if options.chat:
+        prompt = tokenizer.chat([{"role": "user", "content": prompt}])
+    ids = tokenizer.encode(prompt)
+    state = model.new_state(1, len(ids) + max(options.max_new_tokens, 1))
+    tokens = stream(
+        model, ids, options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
+        top_p=options.top_p, seed=options.seed, eos_ids=tokenizer.eos_ids, state=state,
+    )  # fmt: skip
+    return model, tokenizer, len(ids), state, tokens
 
 
 def _report(model: Decoder, state: DecoderState, prompt: int, times: list[float]) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenbytoken._paths import BOOK, book_file
+from tokenbytoken.mamba import product
 
 if TYPE_CHECKING:
     from tokenbytoken.hardware import Accelerator
@@ -473,6 +474,16 @@ def _product_with_sum(out: Tensor, start: Tensor, a: Tensor, *_: Any, **__: Any)
     return 2 * out.numel() * a.shape[-1]  # the bias is added, not multiplied
 
 
+@rule(product)
+def _elementwise_product(out: Tensor, *_: Any) -> int:
+    return out.numel()
+
+
+@rule(*_packets("addcmul", "addcmul_"))
+def _elementwise_multiply_add(out: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * out.numel()
+
+
 @rule(*_packets("convolution"))
 def _convolution(out: Tensor, x: Tensor, weight: Tensor, *_: Any) -> int:
     return 2 * out.numel() * math.prod(weight.shape[1:])  # weight: (out, in ÷ groups, *kernel)
@@ -512,7 +523,7 @@ _VIEWS = set(_packets("_unsafe_view", "lift_fresh", "_reshape_alias"))  # beside
 _FREE_NAMES = """
     _softmax _safe_softmax _log_softmax logsumexp cumsum cumprod logcumsumexp cummax cummin
     rms_norm _fused_rms_norm native_layer_norm mean sum prod amax amin aminmax max min argmax argmin any all var std
-    linalg_vector_norm equal topk sort kthvalue searchsorted bucketize _unique2 bincount histc nonzero
+    linalg_vector_norm floor_divide equal topk sort kthvalue searchsorted bucketize _unique2 bincount histc nonzero
     cat stack repeat repeat_interleave roll flip constant_pad_nd tril triu tril_ triu_ tril_indices triu_indices
     index_copy index_copy_ index_put index_put_ _index_put_impl_ index_add index_add_ index_fill index_fill_
     scatter scatter_ scatter_add scatter_add_ slice_scatter select_scatter split_with_sizes_copy

@@ -24,11 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .checkpoint import Part, Stored, _fill, _SkipInit, open_source, usable_device
+from .checkpoint import Part, Stored, _fill, open_source, usable_device
 from .config import AttentionConfig, DecoderConfig, LayerConfig, SwiGLUConfig
 from .decoder import Decoder
 
-__all__ = ["Collectives", "Part", "RankLost", "Shard", "deal_heads", "load_parallel", "parallelize", "ranks", "shard"]
+__all__ = [
+    "Collectives",
+    "Part",
+    "RankLost",
+    "Shard",
+    "deal_heads",
+    "load_parallel",
+    "parallelize",
+    "ranks",
+    "settled",
+    "shard",
+]
 
 TIMEOUT = 40.0  # seconds a rank waits for the others in one collective
 
@@ -144,7 +155,7 @@ class RankLost(RuntimeError):
 
 @contextmanager
 def ranks(device: str | torch.device = "cpu", timeout: float = TIMEOUT) -> Iterator[dist.ProcessGroup]:
-    """The process group that torchrun describes in the environment: gloo on CPUs, NCCL on GPUs.
+    """The process group that torchrun describes in the environment: NCCL where every rank has a GPU, else gloo.
 
     A collective that another rank does not join within ``timeout`` seconds, or whose partner is gone, ends this rank
     with :class:`RankLost`. Raises ValueError outside torchrun.
@@ -154,10 +165,11 @@ def ranks(device: str | torch.device = "cpu", timeout: float = TIMEOUT) -> Itera
             f"{missing[0]} is not set: start the ranks with torchrun, as in "
             "torchrun --nproc-per-node 2 -m tokenbytoken.generate --tensor-parallel …"
         )
-    kind = torch.device(device).type
-    if kind == "cuda":
+    # Without enough GPUs the ranks meet all the same, so that load_parallel refuses with one voice.
+    on_gpus = str(device).startswith("cuda") and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=timeout))
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -170,6 +182,18 @@ def ranks(device: str | torch.device = "cpu", timeout: float = TIMEOUT) -> Itera
         ) from error
     finally:
         dist.destroy_process_group()
+
+
+def settled(group: dist.ProcessGroup, error: str | None) -> str | None:
+    """Every rank says what stopped it, or None; each learns what stopped any of them, or None if nothing did.
+
+    A message that all ranks share is given once.
+    """
+    errors: list[str | None] = [None] * group.size()
+    dist.all_gather_object(errors, error, group=group)
+    if len(set(errors)) == 1:
+        return errors[0]
+    return "\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None)
 
 
 # PyTorch's operations, plain and functional, by what they do.
@@ -244,8 +268,13 @@ def load_parallel(
     ``generate`` chooses the same tokens everywhere. Each tensor is read, cut and dropped: no rank ever holds the whole
     model. Raises ValueError as :func:`shard` and ``load`` do, before anything is read or sent.
     """
+    device = usable_device(device)
+    if device.type == "cuda" and dist.get_backend(group) != "nccl":
+        raise ValueError(
+            f"{group.size()} ranks on device 'cuda' need a GPU each: this machine has {torch.cuda.device_count()}"
+        )
     config, tensors = open_source(source)
-    return _build(config, tensors, group, dtype, usable_device(device))
+    return _build(config, tensors, group, dtype, device)
 
 
 def parallelize(model: Decoder, group: dist.ProcessGroup) -> Decoder:
@@ -266,12 +295,13 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Decoder:
+    own = shard(config, group.rank(), group.size())
+    # Seconds to import, so only where the plan stands.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    own = shard(config, group.rank(), group.size())
-    with torch.device("meta"), _SkipInit():
+    with torch.device("meta"):
         whole, model = Decoder(config), Decoder(config)
         for layer, plan in zip(model.layers, own.config.layers, strict=True):
             assert isinstance(plan.mixer, AttentionConfig)

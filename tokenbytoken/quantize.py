@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._numbers import positive, whole
 from .attention import Attention, KVCache
 from .config import AttentionConfig
 from .decoder import Decoder
@@ -50,11 +51,13 @@ def to_fp8(x: Tensor, format: str = "e4m3", overflow: Literal["saturate", "nan"]
 
     Versions of PyTorch differ in what an overflowing cast gives, so the rule is chosen here. ``"saturate"``: what
     is too large, infinities included, becomes the largest number of its sign. ``"nan"``: what would be rounded
-    beyond the largest number becomes NaN, infinities included, in E5M2 too. NaN stays NaN. A float64 is rounded to
-    float32 first. Raises ValueError for another format or rule.
+    beyond the largest number becomes NaN, infinities included, in E5M2 too. NaN stays NaN. What is neither float16
+    nor bfloat16 is rounded to float32 first. Raises ValueError for another format or rule.
     """
     _known("FP8 format", format, _ROUNDS_UP)
     _known("overflow rule", overflow, ("saturate", "nan"))
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        x = x.to(torch.float32)
     largest = LARGEST[format]
     held = x.clamp(-largest, largest)  # NaN passes
     if overflow == "nan":
@@ -99,24 +102,28 @@ def quantize(
     *,
     bound: float | None = None,
 ) -> QuantizedTensor:
-    """Store x (…, columns) in one byte a number, with scale = largest |x| of the block ÷ largest code.
+    """Store x (…, columns) in one byte a number, with scale = largest magnitude of the block ÷ largest code.
 
     ``granularity``: one scale for the ``"tensor"``, for each ``"row"``, for each ``"tile"`` of 1 × ``block[1]``, or
-    for each ``"block"``. A block of zeros has scale 1. ``bound`` caps the largest |x| that a scale looks at; what
-    exceeds it saturates. A block with NaN or infinity comes back as NaN. Raises ValueError for what it does not know.
+    for each ``"block"``. A block of zeros has scale 1. ``bound`` caps the magnitude that a scale looks at; what
+    exceeds it saturates, infinities included. Without a bound, a block with NaN or infinity comes back as NaN.
+    Raises ValueError for what it does not know and for a tensor that is empty or holds no floats.
     """
     _known("format", format, DTYPES)
     _known("granularity", granularity, GRANULARITIES)
     if x.dim() == 0 or not x.numel() or not x.is_floating_point():
         raise ValueError(f"cannot quantise a tensor of shape {tuple(x.shape)} and dtype {x.dtype}")
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in block) or len(block) != 2:
-        raise ValueError(f"block must be two positive integers, not {block!r}")
-    flat = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+    try:
+        height, width = (whole("block", size) for size in block)
+    except (TypeError, ValueError):
+        raise ValueError(f"block must be two positive integers, not {block!r}") from None
+    flat = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
     rows, columns = flat.shape
-    shape = {"tensor": (rows, columns), "row": (1, columns), "tile": (1, block[1]), "block": block}[granularity]
+    height, width = min(height, rows), min(width, columns)
+    shape = {"tensor": (rows, columns), "row": (1, columns), "tile": (1, width), "block": (height, width)}[granularity]
     largest = _block_largest(flat, shape)
     if bound is not None:
-        largest = largest.clamp(max=bound)
+        largest = largest.clamp(max=positive("bound", bound))
     scales = largest / LARGEST[format]
     scales = torch.where(scales == 0, 1.0, scales)  # 0 ÷ 0 would be NaN; and NaN must stay one
     codes = (flat / _spread(scales, shape, flat)).clamp_(-LARGEST[format], LARGEST[format])
@@ -209,6 +216,10 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         _known("activations", activations, (None, "tensor", "row", "tile"))
         _known("matmul", matmul, ("auto", "scaled", "dequantised"))
+        if activation_bound is not None:
+            positive("activation_bound", activation_bound)
+            if activations is None:
+                raise ValueError("activation_bound bounds the scales of activations: say how to quantise these")
         self.out_features, self.in_features = weight.shape
         self.format, self.block, self.matmul = format, weight.block, matmul
         self.activations, self.activation_bound = activations, activation_bound
@@ -249,7 +260,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if self.activations is None:
+        if self.activations is None or not x.numel():  # no tokens, no scale
             return F.linear(x, weight.dequantize(x.dtype), self.bias)
         codes = quantize(x.reshape(-1, self.in_features), self.format, self.activations, bound=self.activation_bound)
         wanted = self.matmul == "scaled" or (self.matmul == "auto" and x.device.type != "cpu")
@@ -269,6 +280,12 @@ class QuantizedLinear(nn.Module):
             if getattr(self, name).dtype != before.dtype:
                 setattr(self, name, before.to(getattr(self, name).device))
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}values")
+        if given is not None and given.dtype != self.values.dtype:  # copying would round one code to another
+            raise ValueError(f"{prefix}values are {given.dtype}, but this layer stores {self.format}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         scales, inputs = " × ".join(map(str, self.scales.shape)), self.activations or "not quantised"
@@ -378,11 +395,26 @@ class QuantizedKVCache(KVCache):
         return cls(*(torch.cat([getattr(c, name) for c in caches]) for name in ("k", "v", "k_scale", "v_scale")))
 
 
+class E4M3KVCache(QuantizedKVCache):
+    """A cache in E4M3."""
+
+    format = "e4m3"
+
+
+class E5M2KVCache(QuantizedKVCache):
+    """A cache in E5M2."""
+
+    format = "e5m2"
+
+
+class INT8KVCache(QuantizedKVCache):
+    """A cache in INT8."""
+
+    format = "int8"
+
+
 #: The cache of each format.
-caches: dict[str, type[QuantizedKVCache]] = {
-    name: type(f"{name.upper()}KVCache", (QuantizedKVCache,), {"format": name, "__doc__": f"A {name} cache."})
-    for name in DTYPES
-}
+caches: dict[str, type[QuantizedKVCache]] = {c.format: c for c in (E4M3KVCache, E5M2KVCache, INT8KVCache)}
 
 
 def quantize_cache(model: Decoder, format: str | None = "e4m3") -> Decoder:
