@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import statistics
 import sys
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_the_record_is_complete() -> None:
 
 def test_the_passage_is_in_no_training_text() -> None:
     train, held = siblings.texts()
+    if RECORD["text"]["python"] == platform.python_version():
+        assert RECORD["text"] == siblings.provenance(train, held)  # a later sibling can still join the earlier ones
     seen, passage = train.tobytes() + held.tobytes(), siblings.passage().tobytes()
     for start in range(0, len(passage) - 60, 150):
         assert passage[start : start + 60] not in seen
@@ -123,7 +126,7 @@ def test_quick_runs_learn_and_are_resumed(tmp_path: Path, capsys: pytest.Capture
     first = json.loads((tmp_path / "siblings.json").read_text())["runs"]["gqa/0"]
     assert first["curve"][-1][1] < first["curve"][0][1] - 0.5
     loaded = tbt.load(tmp_path / "sibling-gqa")
-    text = siblings.texts()[1][:2048]
+    text = siblings.texts()[1][:1024]
     assert siblings.nats_per_byte(loaded, text) == pytest.approx(first["held_out_nats"], abs=1e-4)
 
     capsys.readouterr()
