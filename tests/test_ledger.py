@@ -54,6 +54,8 @@ def test_kv_heads_change_the_cache_and_not_the_weights() -> None:
     )
     assert row("smollm2-135m", kv_heads=9, gpus=1, gpu=exact).readers == 2
     assert whole.token_seconds is None
+    assert whole.label == "smollm2-135m bf16, 9 KV heads cached"
+    assert row("smollm2-135m", kv_heads=1, gpus=1).label == "smollm2-135m bf16, 1 KV head cached"
     for model in ("deepseek-v3", "mamba-2.8b"):
         with pytest.raises(ValueError, match="no attention layers whose KV heads could be set"):
             row(model, kv_heads=8)

@@ -51,13 +51,9 @@ def seconds() -> dict[str, float]:
     return recorded
 
 
-def test_times_are_recorded_and_no_chapter_takes_a_minute() -> None:
+def test_times_are_recorded_and_within_budget() -> None:
     assert set(seconds()) == {path.stem for path in CHAPTERS}
     assert max(seconds().values()) <= 60
-
-
-@pytest.mark.xfail(reason="39 s a chapter on the recorded machine, whose memory delivers 9.4 GB/s; the aim is 30 s")
-def test_chapters_take_half_a_minute_on_average() -> None:
     assert sum(seconds().values()) / len(seconds()) <= 30
 
 

@@ -132,7 +132,7 @@ COMMANDS: dict[str, tuple[int, list[str], list[str], str]] = {
     "empty prompt": (2, ["--prompt", ""], [], "the prompt is empty: it needs at least one token\n"),
     "no source": (2, ["--prompt", "x", "--source", "/nowhere"], [], "'/nowhere' is neither one of"),
     "no device": (2, ["--prompt", "x", "--device", "cuda:99"], [], "device 'cuda:99' cannot be used here"),
-    "rank 1 alone": (2, ["--prompt", "x"], ["--max-new-tokens", "-1"], "rank 1: max_new_tokens must be"),
+    "rank 1 alone": (2, ["--prompt", "x"], ["--prompt", ""], "rank 1: the prompt is empty"),
 }
 
 
@@ -326,7 +326,7 @@ def test_torchrun_prints_on_rank_0_alone_what_one_process_prints(capsys: pytest.
 
 def test_torchrun_ends_within_a_minute_when_a_rank_is_killed(results: dict) -> None:
     (found,) = results["launched"]
-    assert "SIGKILL" in found["failed"]
+    assert "SIGKILL" in found["failed"] or "another rank died" in found["failed"]  # whoever is noticed first
     assert found["seconds"] < 60
 
 

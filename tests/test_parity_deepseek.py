@@ -8,15 +8,25 @@ routers themselves, index by index, on equal inputs.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import assert_close, assert_differs, deepseek_v2, deepseek_v3, mixtral, ours, random_tokens
+from families import (
+    assert_close,
+    assert_differs,
+    deepseek_v2,
+    deepseek_v3,
+    mixtral,
+    ours,
+    random_tokens,
+    reference_logits,
+)
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_parity_llama import cut, feed
@@ -25,6 +35,7 @@ import tokenbytoken as tbt
 from tokenbytoken.latent_attention import LatentAttention
 
 TOLERANCE, MISS = 1e-4, 1e-2
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # n_shared_experts: 0
 FORMS = ("absorbed", "expanded", "auto")
 
 # Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
@@ -100,35 +111,34 @@ def deepseeks(draw: st.DrawFn, kind: str, *, v3: bool = True) -> dict[str, Any]:
     }
 
 
-def clear_choice(reference: torch.nn.Module, tokens: torch.Tensor, least: float = 3e-5) -> torch.Tensor:
+def gap(scores: torch.Tensor, k: int) -> float:
+    """The smallest distance, in any row, of the last score that is chosen to the first that is not."""
+    ordered = scores.sort(descending=True).values
+    return float((ordered[..., k - 1] - ordered[..., k]).min()) if k < scores.shape[-1] else torch.inf
+
+
+def gaps(gate: Any, logits: torch.Tensor) -> Iterator[float]:
+    """How clearly one router of transformers chooses groups and experts."""
+    v3 = hasattr(gate, "e_score_correction_bias")
+    scores = logits.sigmoid() + gate.e_score_correction_bias if v3 else logits.log_softmax(-1)
+    if getattr(gate, "num_group", 1) > 1 and getattr(gate, "topk_method", "") != "greedy":
+        grouped = scores.unflatten(-1, (gate.num_group, -1))
+        of_group = grouped.topk(2 if v3 else 1, dim=-1).values.sum(-1)
+        yield gap(of_group, gate.topk_group)
+        kept = F.one_hot(of_group.topk(gate.topk_group).indices, gate.num_group).sum(-2).bool()
+        scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    yield gap(scores, gate.top_k)
+
+
+def clear_choice(reference: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The reference's logits, if all its routers choose by a margin that rounding cannot turn."""
-    gates = [module for name, module in reference.named_modules() if name.endswith("mlp.gate")]
     margins: list[float] = []
-
-    def look(gate: Any, _: Any, out: tuple[torch.Tensor, ...]) -> None:
-        logits = out[0].float()
-        if hasattr(gate, "e_score_correction_bias"):
-            scores, best = logits.sigmoid() + gate.e_score_correction_bias, 2
-        else:
-            scores, best = logits.log_softmax(-1), 1
-        groups = getattr(gate, "num_group", 1)
-        if getattr(gate, "topk_method", "") != "greedy" and groups > gate.topk_group if groups > 1 else False:
-            grouped = scores.unflatten(-1, (groups, -1))
-            of_group = grouped.topk(best, dim=-1).values.sum(-1)
-            margins.append(gap(of_group, gate.topk_group))
-            kept = F.one_hot(of_group.topk(gate.topk_group).indices, groups).sum(-2).bool()
-            scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
-        margins.append(gap(scores, gate.top_k))
-
-    def gap(scores: torch.Tensor, k: int) -> float:
-        ordered = scores.sort(descending=True).values
-        return float((ordered[..., k - 1] - ordered[..., k]).min()) if k < scores.shape[-1] else torch.inf
-
-    hooks = [gate.register_forward_hook(look) for gate in gates]
-    logits = reference(input_ids=tokens, use_cache=False).logits
+    gates = [module for name, module in reference.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda gate, _, out: margins.extend(gaps(gate, out[0]))) for gate in gates]
+    logits = reference_logits(reference, tokens)
     for hook in hooks:
         hook.remove()
-    assume(all(margin > least for margin in margins))
+    assume(all(margin > 3e-5 for margin in margins))
     return logits
 
 
@@ -152,7 +162,7 @@ def check(
     data: st.DataObject, family: Callable[..., torch.nn.Module], config: dict[str, Any], seed: int, forms: Any
 ) -> None:
     reference, model = pair(family, config, seed)
-    batch, length = data.draw(st.integers(1, 2)), data.draw(st.integers(20, 40))
+    batch, length = data.draw(st.integers(1, 2)), data.draw(st.integers(18, 28))
     tokens = random_tokens(batch, length, seed=seed)
     want = clear_choice(reference, tokens)
     assert want.abs().max() > 0.5  # real numbers, not noise around zero
@@ -168,14 +178,12 @@ def check(
 @pytest.mark.parametrize("kind", ROPES)
 @settings(fuzz, max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 2**16))
-def test_random_deepseek_v3s_equal_transformers_however_they_are_fed(
-    kind: str, data: st.DataObject, seed: int
-) -> None:
+def test_random_deepseek_v3s_equal_transformers_however_they_are_fed(kind: str, data: st.DataObject, seed: int) -> None:
     check(data, deepseek_v3, data.draw(deepseeks(kind)), seed, FORMS)
 
 
 @pytest.mark.parametrize("kind", ["plain", "yarn, different mscales"])
-@settings(fuzz, max_examples=6)
+@settings(fuzz, max_examples=5)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_random_deepseek_v2s_equal_transformers(kind: str, data: st.DataObject, seed: int) -> None:
     check(data, deepseek_v2, data.draw(deepseeks(kind, v3=False)), seed, FORMS)
@@ -188,11 +196,11 @@ def test_random_mixtrals_equal_transformers(data: st.DataObject, seed: int, expe
     check(data, mixtral, {"num_local_experts": experts, "num_experts_per_tok": chosen}, seed, ["absorbed"])
 
 
-@settings(fuzz, max_examples=12)
+@settings(fuzz, max_examples=8)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_left_padded_rows_of_random_deepseek_v3s_equal_their_solo_runs(data: st.DataObject, seed: int) -> None:
     reference, model = pair(deepseek_v3, data.draw(deepseeks(data.draw(st.sampled_from(list(ROPES))))), seed)
-    length = data.draw(st.integers(20, 40))
+    length = data.draw(st.integers(20, 32))
     padding = [0, *data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=2))]
     rows = [random_tokens(1, length - pads, seed=seed + i) for i, pads in enumerate(padding)]
     batch = torch.cat([F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)])
@@ -239,8 +247,6 @@ def rescale(factor: Callable[[LatentAttention], float]) -> Callable[[tbt.Decoder
 
 
 def other_rotation(model: tbt.Decoder) -> None:
-    import dataclasses
-
     for layer in model.layers:
         mixer: Any = layer.mixer
         turned = dataclasses.replace(mixer.config.rope, interleaved=not mixer.config.rope.interleaved)
@@ -272,7 +278,7 @@ WRONG: dict[str, Callable[[tbt.Decoder], None]] = {
 def test_a_wrong_variant_of_the_attention_is_caught(wrong: str, form: str) -> None:
     reference, model = pair(deepseek_v3, {}, 0)
     tokens = random_tokens(1, 33)
-    want = clear_choice(reference, tokens, 1e-6)
+    want = reference_logits(reference, tokens)
     in_form(model, form)
     assert_close(feed(model, tokens, [7, 1, 20, 5]), want, TOLERANCE)
     WRONG[wrong](model)

@@ -2,7 +2,7 @@
 
 The reference is always one pass over the whole sequence, without a cache: fed in chunks, transformers 5.24 loses the
 state that the chunks before it left. Both sides compute the same sums in another order, over up to six layers: the
-tolerance is 1e-4 of the largest logit, and a wrong variant is asked to miss by a hundred times as much.
+tolerance is 5e-5 of the largest logit, and a wrong variant is asked to miss by a hundred times as much.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenbytoken.attention import Attention
 from tokenbytoken.feed_forward import MoE
 from tokenbytoken.mamba import Mamba, MambaState, selective_scan, without_pads
 
-TOLERANCE, MISS = 1e-4, 1e-2
+TOLERANCE, MISS = 5e-5, 5e-3
 
 # Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
 fuzz = settings(
@@ -62,7 +62,7 @@ def jambas(draw: st.DrawFn) -> dict[str, Any]:
     heads = kv_heads * draw(st.integers(1, 3))
     experts = draw(st.sampled_from([1, 2, 4, 5]))
     return {
-        "hidden_size": heads * draw(st.sampled_from([4, 6, 8])),
+        "hidden_size": heads * draw(st.sampled_from([4, 8, 12])),  # its experts want rows of 16 bytes
         "intermediate_size": draw(st.sampled_from([12, 24])),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -99,7 +99,7 @@ def pair(family: str, config: dict[str, Any], seed: int) -> tuple[nn.Module, tbt
 
 def cut(data: st.DataObject, length: int) -> list[int]:
     """A random chunking: any sizes that sum to ``length``, many of them shorter than a convolution."""
-    ends = sorted(data.draw(st.sets(st.integers(1, length - 1), min_size=1, max_size=9)))
+    ends = sorted(data.draw(st.sets(st.integers(1, length - 1), min_size=1, max_size=7)))
     return [b - a for a, b in itertools.pairwise([0, *ends, length])]
 
 
@@ -113,7 +113,7 @@ def feed(model: tbt.Decoder, tokens: torch.Tensor, chunks: list[int], **state: A
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_random_models_equal_transformers_however_they_are_fed(family: str, data: st.DataObject, seed: int) -> None:
     reference, model = pair(family, data.draw(FAMILIES[family][1]), seed)
-    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(9, 20))
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(9, 18))
     tokens = random_tokens(batch, length, seed=seed)
     want = reference_logits(reference, tokens)
     assert want.abs().max() > 0.5  # real numbers, not noise around zero
@@ -127,7 +127,7 @@ def test_random_models_equal_transformers_however_they_are_fed(family: str, data
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_left_padded_rows_equal_their_solo_runs(family: str, data: st.DataObject, seed: int) -> None:
     reference, model = pair(family, data.draw(FAMILIES[family][1]), seed)
-    length = data.draw(st.integers(9, 20))
+    length = data.draw(st.integers(9, 18))
     padding = [0, *data.draw(st.lists(st.integers(1, length - 1), min_size=1, max_size=2))]
     rows = [random_tokens(1, length - pads, seed=seed + i) for i, pads in enumerate(padding)]
     batch = torch.cat([F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)])
@@ -230,23 +230,24 @@ WRONG: dict[str, Callable[[tbt.Decoder, pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@settings(fuzz, max_examples=6)
+@settings(fuzz, max_examples=3)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_a_wrong_variant_is_caught_on_every_config(wrong: str, data: st.DataObject, seed: int) -> None:
     # Every part that a variant touches is there: two kinds of layer, biases, taps to reverse, a choice to make.
     config = data.draw(jambas()) | {
+        "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_expand": 2, "mamba_d_state": 8,
         "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": data.draw(st.integers(0, 1)),
         "expert_layer_period": 1, "expert_layer_offset": 0, "num_experts": 4, "num_experts_per_tok": 2,
         "mamba_d_conv": data.draw(st.integers(2, 5)), "mamba_conv_bias": True, "mamba_dt_rank": 3,
     }  # fmt: skip
     reference, model = pair("jamba", config, seed)
-    length, pads = 24, 5
+    length, pads = 20, 5
     tokens = random_tokens(1, length, seed=seed)
     want = reference_logits(reference, tokens)
     batch = torch.cat([random_tokens(1, length + pads, seed=seed + 1), F.pad(tokens, (pads, 0))])
 
     def run(some: tbt.Decoder) -> torch.Tensor:
-        chunks = [pads + 13, 1, 1, 3, 1, 5]
+        chunks = [pads + 9, 1, 1, 3, 1, 5]
         return feed(some, batch, chunks, padding=[0, pads])[1:, pads:]
 
     assert_close(run(model), want, TOLERANCE)

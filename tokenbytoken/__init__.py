@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from . import decoder as decoder
     from . import feed_forward as feed_forward
     from . import hardware as hardware
+    from . import latent_attention as latent_attention
+    from . import mamba as mamba
     from . import measure as measure
     from . import parallel as parallel
     from . import plot as plot
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arithmetic", "attention", "check", "checkpoint", "config", "decoder", "feed_forward", "hardware", "measure",
-    "parallel", "plot", "quantize", "rope", "serving",
+    "arithmetic", "attention", "check", "checkpoint", "config", "decoder", "feed_forward", "hardware",
+    "latent_attention", "mamba", "measure", "parallel", "plot", "quantize", "rope", "serving",
 )  # fmt: skip
 _NAMES = {
     "config": (

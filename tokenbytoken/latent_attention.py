@@ -30,12 +30,10 @@ from .rope import yarn_mscale
 if TYPE_CHECKING:
     from .decoder import Pass
 
-__all__ = ["Form", "LatentAttention", "LatentCache"]
+__all__ = ["LatentAttention", "LatentCache"]
 
-Form = Literal["auto", "absorbed", "expanded"]
-
-# Rows of a block of scores. The forms change places at no more than 171 new tokens in DeepSeek's models (see
-# `arithmetic.latent_form`): one block holds them all, so that what is counted there is what the choice counted.
+# Rows of a block of scores. The forms change places below 171 new tokens in DeepSeek's models, and the choice counts
+# masked pairs as well: in one block they are computed, too (until `attention.BLOCK_SCORES` asks for smaller ones).
 BLOCK_ROWS = 256
 
 
@@ -100,7 +98,12 @@ class LatentAttention(nn.Module):
     the S held (:func:`~tokenbytoken.arithmetic.latent_form`). It can be set at any time; ValueError for another word.
     """
 
-    def __init__(self, config: LatentAttentionConfig, hidden_size: int, form: Form = "auto") -> None:
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        hidden_size: int,
+        form: Literal["auto", "absorbed", "expanded"] = "auto",
+    ) -> None:
         super().__init__()
         self.config = config
         self.form = form
@@ -124,14 +127,14 @@ class LatentAttention(nn.Module):
         self.cache_class = LatentCache
 
     @property
-    def form(self) -> Form:
+    def form(self) -> Literal["auto", "absorbed", "expanded"]:
         return self._form
 
     @form.setter
-    def form(self, form: Form) -> None:
+    def form(self, form: Literal["auto", "absorbed", "expanded"]) -> None:
         if form not in ("auto", "absorbed", "expanded"):
             raise ValueError(f"form must be 'auto', 'absorbed' or 'expanded', not {form!r}")
-        self._form: Form = form
+        self._form: Literal["auto", "absorbed", "expanded"] = form
 
     def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> LatentCache:
         return self.cache_class.empty(self.config, batch_size, max_length, dtype, device)

@@ -223,7 +223,7 @@ def row(
         kv_heads = whole("kv_heads", kv_heads)
     if label is None:
         label = f"{found.name} {recipe}"
-        label += f", {kv_heads} KV heads cached" if kv_heads is not None else ""
+        label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'} cached" if kv_heads is not None else ""
         label += ", 1-byte cache" if state_bytes_per_element == 1 else ""
         label += ", cache divided" if cache == "divided" else ""
     built = Row(

@@ -41,25 +41,25 @@ _library.define("product(Tensor a, Tensor b) -> Tensor")
 _library.impl("product", lambda a, b: a * b, "CompositeExplicitAutograd")
 
 
-def _product_backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = context.saved_tensors
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
     return (grad * b).sum_to_size(a.shape), (grad * a).sum_to_size(b.shape)
 
 
-torch.library.register_autograd(
-    "tokenbytoken::product",
-    _product_backward,
-    setup_context=lambda context, inputs, output: context.save_for_backward(*inputs),
-    lib=_library,
-)
+torch.library.register_autograd("tokenbytoken::product", _backward, setup_context=_keep, lib=_library)
 product = torch.ops.tokenbytoken.product
 
 
 # --- the scan -----------------------------------------------------------------------------------------
 #
 # Each form takes log_decay = Δ A and b = Δ B x, both (B, T, I, N), and the state before them (B, I, N), and returns
-# all states (B, T, I, N). Decays are kept as logarithms, and only ever added: a sum of numbers ≤ 0 can neither
-# overflow nor cancel, and its exponential lies in [0, 1]. (Quotients of cumulated decays would be 0 / 0.)
+# all states (B, T, I, N), for which it may write over b. Decays are kept as logarithms, and only ever added: a sum of
+# numbers ≤ 0 can neither overflow nor cancel, and its exponential lies in [0, 1]. (Quotients of cumulated decays
+# would be 0 / 0.)
 
 
 def _loop(log_decay: Tensor, b: Tensor, h: Tensor) -> Tensor:
