@@ -18,7 +18,7 @@ from families import T_LLAMA, assert_close, assert_differs, llama, ours, random_
 
 import tokenbytoken as tbt
 from tokenbytoken.attention import attend
-from tokenbytoken.decoder import RMSNorm
+from tokenbytoken.norm import RMSNorm
 
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -19,26 +19,15 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._numbers import whole
 from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
+from .norm import RMSNorm
 from .rope import rotate, rotation
 
-__all__ = ["Decoder", "DecoderState", "Mark", "Pass", "RMSNorm"]
-
-
-class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x²) + eps) * weight, with statistics in float32 (Zhang and Sennrich 2019, arXiv 1910.07467).
-
-    Rounds to the model's dtype *before* the weight multiplies, as Hugging Face does: in bfloat16 the other
-    order changes about a quarter of all outputs in their last bit.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight
+__all__ = ["Decoder", "DecoderState", "Mark", "Pass"]
 
 
 class Pass:

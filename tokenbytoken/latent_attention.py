@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .arithmetic import latent_form
 from .attention import attend
 from .config import LatentAttentionConfig, YarnScaling
-from .decoder import RMSNorm
+from .norm import RMSNorm
 from .rope import yarn_mscale
 
 if TYPE_CHECKING:

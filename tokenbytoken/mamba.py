@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import MambaConfig
-from .decoder import RMSNorm
+from .norm import RMSNorm
 
 if TYPE_CHECKING:
     from .decoder import Pass

@@ -24,6 +24,7 @@ from ._numbers import positive, whole
 from .attention import Attention, KVCache
 from .config import AttentionConfig
 from .decoder import Decoder
+from .feed_forward import MoE
 
 __all__ = [
     "QuantizedKVCache",
@@ -314,6 +315,9 @@ def quantize_model(
     _known("include", include, ("all", "ffn"))
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError("the model holds quantised layers already")
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer.feed_forward, MoE):
+            raise ValueError(f"layer {i} is a mixture of experts, whose stacked weights cannot be quantised here")
     # What deepcopy finds in its memo it does not copy: new parameters, in the memory of the old ones.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     new = copy.deepcopy(model, {**shared, **{id(b): b for b in model.buffers()}})
