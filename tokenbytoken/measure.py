@@ -758,14 +758,14 @@ def _rates(matrices: list[Tensor], rows: Sequence[int], *, repeats: int, where: 
     """FLOP/s of linear layers against rows.
 
     A processor overlaps reading and computing only in part, so that the matrices must come from memory at any
-    number of rows. Only where a pass would take over 0.2 s, going by the rows before, is it cut to a quarter.
+    number of rows. Only where a pass would take over 0.1 s, going by the rows before, is it cut to a quarter.
     """
     expected, before = 0.0, rows[0]
     passes: dict[str, Callable[[], None]] = {}
     parts: dict[int, list[Tensor]] = {}
     for n in rows:
         expected *= n / before
-        while expected > 0.2 and len(matrices) > 4:
+        while expected > 0.1 and len(matrices) > 4:
             matrices, expected = matrices[: len(matrices) // 4], expected / 4
         parts[n], passes[f"{n}"] = matrices, _cycle(matrices, n)
         expected, before = timed(passes[f"{n}"], repeats=1, warmup=0, device=where).median, n
