@@ -9,9 +9,7 @@ routers themselves, index by index, on equal inputs.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +21,12 @@ from families import (
     deepseek_v2,
     deepseek_v3,
     mixtral,
-    ours,
     random_tokens,
     reference_logits,
 )
+from fuzz import cut, feed, fuzz, left_padded, pair
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_parity_llama import cut, feed
 
 import tokenbytoken as tbt
 from tokenbytoken.latent_attention import LatentAttention
@@ -38,13 +35,8 @@ TOLERANCE, MISS = 1e-4, 1e-2
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # n_shared_experts: 0
 FORMS = ("absorbed", "expanded", "auto")
 
-# Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
-fuzz = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+# Draws without a clear choice are left out, and there may be many of them.
+fuzz = settings(fuzz, suppress_health_check=[*fuzz.suppress_health_check, HealthCheck.filter_too_much])
 
 YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 ROPES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
@@ -142,15 +134,6 @@ def clear_choice(reference: torch.nn.Module, tokens: torch.Tensor) -> torch.Tens
     return logits
 
 
-def pair(
-    family: Callable[..., torch.nn.Module], config: dict[str, Any], seed: int
-) -> tuple[torch.nn.Module, tbt.Decoder]:
-    """The reference and this package's model, which read config and weights as transformers wrote them."""
-    reference = family(seed, **config)
-    with tempfile.TemporaryDirectory() as folder:
-        return reference, ours(reference, Path(folder))
-
-
 def in_form(model: tbt.Decoder, form: str) -> tbt.Decoder:
     for layer in model.layers:
         if isinstance(layer.mixer, LatentAttention):
@@ -202,8 +185,7 @@ def test_left_padded_rows_of_random_deepseek_v3s_equal_their_solo_runs(data: st.
     reference, model = pair(deepseek_v3, data.draw(deepseeks(data.draw(st.sampled_from(list(ROPES))))), seed)
     length = data.draw(st.integers(20, 32))
     padding = [0, *data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=2))]
-    rows = [random_tokens(1, length - pads, seed=seed + i) for i, pads in enumerate(padding)]
-    batch = torch.cat([F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)])
+    rows, batch = left_padded(length, padding, seed)
     want = [clear_choice(reference, row) for row in rows]
     chunks = [length - 5, 1, 1, 1, 1, 1]  # a prefill and steps, then any chunks
     for form in ("absorbed", "expanded"):

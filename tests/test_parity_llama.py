@@ -10,31 +10,21 @@ variant is asked to miss by a thousand times the tolerance.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import assert_close, assert_differs, llama, ours, random_tokens, reference_logits
-from hypothesis import HealthCheck, given, settings
+from families import assert_close, assert_differs, llama, random_tokens, reference_logits
+from fuzz import cut, feed, fuzz, left_padded, pair
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
 from tokenbytoken.rope import rotate, rotation
 
 TOLERANCE, MISS = 1e-4, 1e-1
-
-# Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
-fuzz = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 ROPES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "plain": st.just({"rope_type": "default"}),
@@ -75,29 +65,11 @@ def llamas(draw: st.DrawFn, rope: str, *, grouped: bool = False, least_head_dim:
     }
 
 
-def pair(config: dict[str, Any], seed: int) -> tuple[torch.nn.Module, tbt.Decoder]:
-    """The reference and this package's model, which read config and weights as transformers wrote them."""
-    reference = llama(seed, **config)
-    with tempfile.TemporaryDirectory() as folder:
-        return reference, ours(reference, Path(folder))
-
-
-def cut(data: st.DataObject, length: int) -> list[int]:
-    """A random chunking: any sizes that sum to ``length``."""
-    ends = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=6)))
-    return [b - a for a, b in itertools.pairwise([0, *ends, length])]
-
-
-def feed(model: tbt.Decoder, tokens: torch.Tensor, chunks: list[int], **state: Any) -> torch.Tensor:
-    held = model.new_state(tokens.shape[0], tokens.shape[1], **state)
-    return torch.cat([model(chunk, held) for chunk in tokens.split(chunks, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize("rope", ROPES)
 @settings(fuzz, max_examples=20)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_random_llamas_equal_transformers_however_they_are_fed(rope: str, data: st.DataObject, seed: int) -> None:
-    reference, model = pair(data.draw(llamas(rope)), seed)
+    reference, model = pair(llama, data.draw(llamas(rope)), seed)
     batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(40, 90))
     tokens = random_tokens(batch, length, seed=seed)
     want = reference_logits(reference, tokens)
@@ -111,11 +83,10 @@ def test_random_llamas_equal_transformers_however_they_are_fed(rope: str, data: 
 @settings(fuzz, max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_left_padded_rows_of_random_llamas_equal_their_solo_runs(rope: str, data: st.DataObject, seed: int) -> None:
-    reference, model = pair(data.draw(llamas(rope)), seed)
+    reference, model = pair(llama, data.draw(llamas(rope)), seed)
     length = data.draw(st.integers(36, 70))
     padding = [0, *data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=2))]
-    rows = [random_tokens(1, length - pads, seed=seed + i) for i, pads in enumerate(padding)]
-    batch = torch.cat([F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)])
+    rows, batch = left_padded(length, padding, seed)
     want = [reference_logits(reference, row) for row in rows]
     chunks = [length - 5, 1, 1, 1, 1, 1]  # a prefill and steps, then any chunks
     for got in (feed(model, batch, sizes, padding=padding) for sizes in (chunks, cut(data, length))):
@@ -127,7 +98,7 @@ def test_left_padded_rows_of_random_llamas_equal_their_solo_runs(rope: str, data
 @settings(fuzz, max_examples=6)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_nothing_but_the_rounding_of_frequencies_is_left(rope: str, data: st.DataObject, seed: int) -> None:
-    reference, model = pair(data.draw(llamas(rope)), seed)
+    reference, model = pair(llama, data.draw(llamas(rope)), seed)
     tokens = random_tokens(2, 90, seed=seed)
     theirs = reference.get_buffer("model.rotary_emb.inv_freq")
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +163,7 @@ def test_a_wrong_variant_is_caught_on_every_config(wrong: str, data: st.DataObje
     name, replacement, rope = WRONG[wrong]
     # Only GQA tells tiled from grouped; pairs (0, 1) and (0, d/2) are other pairs from four numbers on.
     config = data.draw(llamas(rope, grouped=True, least_head_dim=8))
-    reference, model = pair(config, seed)
+    reference, model = pair(llama, config, seed)
     tokens = random_tokens(1, 60, seed=seed)
     want = reference_logits(reference, tokens)
     chunks = [33, 1, 7, 19]
@@ -204,7 +175,7 @@ def test_a_wrong_variant_is_caught_on_every_config(wrong: str, data: st.DataObje
 
 
 def test_the_attention_that_the_wrong_variants_change_is_right_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, model = pair({}, 0)
+    reference, model = pair(llama, {}, 0)
     tokens = random_tokens(2, 60)
     monkeypatch.setattr("tokenbytoken.attention.attend", attention())
     assert_close(feed(model, tokens, [33, 1, 7, 19]), reference_logits(reference, tokens), TOLERANCE)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import assert_close, assert_differs, jamba, mamba, ours, random_tokens, reference_logits
-from hypothesis import HealthCheck, given, settings
+from families import assert_close, assert_differs, jamba, mamba, random_tokens, reference_logits
+from fuzz import cut, feed, fuzz, left_padded, pair
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,15 +28,6 @@ from tokenbytoken.feed_forward import MoE
 from tokenbytoken.mamba import Mamba, MambaState, selective_scan, without_pads
 
 TOLERANCE, MISS = 5e-5, 5e-3
-
-# Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
-fuzz = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
 
 @st.composite
 def mambas(draw: st.DrawFn) -> dict[str, Any]:
@@ -90,50 +80,31 @@ FAMILIES: dict[str, tuple[Callable[..., nn.Module], st.SearchStrategy[dict[str, 
 }
 
 
-def pair(family: str, config: dict[str, Any], seed: int) -> tuple[nn.Module, tbt.Decoder]:
-    """The reference and this package's model, which read config and weights as transformers wrote them."""
-    reference = FAMILIES[family][0](seed, **config)
-    with tempfile.TemporaryDirectory() as folder:
-        return reference, ours(reference, Path(folder))
-
-
-def cut(data: st.DataObject, length: int) -> list[int]:
-    """A random chunking: any sizes that sum to ``length``, many of them shorter than a convolution."""
-    ends = sorted(data.draw(st.sets(st.integers(1, length - 1), min_size=1, max_size=7)))
-    return [b - a for a, b in itertools.pairwise([0, *ends, length])]
-
-
-def feed(model: tbt.Decoder, tokens: torch.Tensor, chunks: list[int], **state: Any) -> torch.Tensor:
-    held = model.new_state(tokens.shape[0], tokens.shape[1], **state)
-    return torch.cat([model(chunk, held) for chunk in tokens.split(chunks, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(fuzz, max_examples=50)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_random_models_equal_transformers_however_they_are_fed(family: str, data: st.DataObject, seed: int) -> None:
-    reference, model = pair(family, data.draw(FAMILIES[family][1]), seed)
+    reference, model = pair(FAMILIES[family][0], data.draw(FAMILIES[family][1]), seed)
     batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(9, 18))
     tokens = random_tokens(batch, length, seed=seed)
     want = reference_logits(reference, tokens)
     assert want.abs().max() > 0.5  # real numbers, not noise around zero
     assert_close(model(tokens), want, TOLERANCE)
     assert_close(feed(model, tokens, [1] * length), want, TOLERANCE)
-    assert_close(feed(model, tokens, cut(data, length)), want, TOLERANCE)
+    assert_close(feed(model, tokens, cut(data, length, 1, 7)), want, TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(fuzz, max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_left_padded_rows_equal_their_solo_runs(family: str, data: st.DataObject, seed: int) -> None:
-    reference, model = pair(family, data.draw(FAMILIES[family][1]), seed)
+    reference, model = pair(FAMILIES[family][0], data.draw(FAMILIES[family][1]), seed)
     length = data.draw(st.integers(9, 18))
     padding = [0, *data.draw(st.lists(st.integers(1, length - 1), min_size=1, max_size=2))]
-    rows = [random_tokens(1, length - pads, seed=seed + i) for i, pads in enumerate(padding)]
-    batch = torch.cat([F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)])
+    rows, batch = left_padded(length, padding, seed)
     want = [reference_logits(reference, row) for row in rows]
     pads_alone = [padding[-1], length - padding[-1]]  # the first chunk of the last row is all pads
-    for sizes in ([length - 3, 1, 1, 1], pads_alone, cut(data, length)):
+    for sizes in ([length - 3, 1, 1, 1], pads_alone, cut(data, length, 1, 7)):
         got = feed(model, batch, sizes, padding=padding)
         assert got.isfinite().all()
         for i, pads in enumerate(padding):
@@ -240,7 +211,7 @@ def test_a_wrong_variant_is_caught_on_every_config(wrong: str, data: st.DataObje
         "expert_layer_period": 1, "expert_layer_offset": 0, "num_experts": 4, "num_experts_per_tok": 2,
         "mamba_d_conv": data.draw(st.integers(2, 5)), "mamba_conv_bias": True, "mamba_dt_rank": 3,
     }  # fmt: skip
-    reference, model = pair("jamba", config, seed)
+    reference, model = pair(jamba, config, seed)
     length, pads = 20, 5
     tokens = random_tokens(1, length, seed=seed)
     want = reference_logits(reference, tokens)

@@ -306,9 +306,9 @@ def quantize_model(
 
     ``include="all"``: the linear layers of all mixers and feed-forwards; ``"ffn"``: Llama 3.1's choice, the
     feed-forwards of all layers but the first and the last (its activations: ``"row"``, with
-    ``activation_bound=1200``). Embedding, head, norms and routers stay, and share their memory with ``model``.
-    ``options`` (``activations``, ``activation_bound``, ``matmul``) as in :class:`QuantizedLinear`. Raises ValueError
-    for what it does not know, for weights that hold NaN or infinity, and for a model with quantised layers.
+    ``activation_bound=1200``). Embedding, head and norms stay, and share their memory with ``model``. ``options``
+    (``activations``, ``activation_bound``, ``matmul``) as in :class:`QuantizedLinear`. Raises ValueError for what it
+    does not know, for weights that hold NaN or infinity, and for a model with quantised layers or with experts.
     """
     _known("format", format, DTYPES)
     _known("granularity", granularity, GRANULARITIES)
@@ -324,7 +324,7 @@ def quantize_model(
     last = len(new.layers) - 1
     for i, layer in enumerate(new.layers):
         for name, linear in list(layer.named_modules()):
-            if not isinstance(linear, nn.Linear) or name.endswith("router"):
+            if not isinstance(linear, nn.Linear):
                 continue
             if include == "ffn" and (i in (0, last) or not name.startswith("feed_forward.")):
                 continue
