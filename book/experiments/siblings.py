@@ -4,7 +4,7 @@
     python book/experiments/siblings.py --names gqa --seeds 1  these only
     python book/experiments/siblings.py --quick --folder F     a few steps of each, to see that it works
 
-All nine runs of attention take a quarter of an hour on one core.
+All twenty-one runs take about an hour on one core.
 
 A run is one (name, seed). Its curve, minutes and losses are written to siblings.json as soon as it ends, and the
 weights of seed 0 beside the package, so that a run that was stopped is the only one repeated. Every architecture
@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
+from tokenbytoken.feed_forward import Router
 from tokenbytoken.measure import book_file
 
 HERE = Path(__file__).resolve().parent
@@ -57,12 +58,66 @@ SHAPE = {
     "eos_token_id": None,
     "torch_dtype": "bfloat16",
 }
+LATENT = {  # 32 + 8 numbers a token and layer, where the eight heads of "mha" keep 256
+    "model_type": "deepseek_v3",
+    **SHAPE,
+    "num_key_value_heads": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "intermediate_size": 317,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 # The feed-forward takes up what keys and values give away: 2 · 128 · 16 weights for each KV head, 3 · 128 for each
 # unit of width. From 8 heads to 2 that is exactly 64 units, to 1 it is 74.7.
 SIBLINGS: dict[str, dict[str, Any]] = {
     "mha": {"model_type": "llama", **SHAPE, "num_key_value_heads": 8, "intermediate_size": 288},
     "gqa": {"model_type": "llama", **SHAPE, "num_key_value_heads": 2, "intermediate_size": 352},
     "mqa": {"model_type": "llama", **SHAPE, "num_key_value_heads": 1, "intermediate_size": 363},
+    "mla": {**LATENT, "first_k_dense_replace": 6},
+    # 13 experts of width 24 are as large as one feed-forward of width 317, and a token passes through four of them.
+    "mla-moe": {**LATENT, "first_k_dense_replace": 1},
+    # A Mamba layer has no feed-forward beside it: nine are as large as six of attention.
+    "mamba": {
+        "model_type": "mamba",
+        **{field: SHAPE[field] for field in ("vocab_size", "hidden_size", "hidden_act", "tie_word_embeddings")},
+        **{field: SHAPE[field] for field in ("bos_token_id", "eos_token_id", "torch_dtype")},
+        "num_hidden_layers": 9,
+        "layer_norm_epsilon": 1e-5,
+        "expand": 2,
+        "intermediate_size": 256,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "time_step_rank": 8,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
+    # One attention layer, the fourth of six. It knows no positions: Jamba has no rotation.
+    "hybrid": {
+        "model_type": "jamba",
+        **{field: value for field, value in SHAPE.items() if field != "rope_theta"},
+        "num_key_value_heads": 2,
+        "intermediate_size": 188,
+        "attn_layer_period": 6,
+        "attn_layer_offset": 3,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 8,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
 }
 SEEDS = (0, 1, 2)
 # Short sequences first, because attention costs less there; a batch is always 512 bytes.
@@ -77,6 +132,7 @@ RECIPE: dict[str, Any] = {
     "clip": 1.0,
 }
 QUICK: dict[str, Any] = {**RECIPE, "steps": 8, "warmup": 2}
+BIAS_STEP = 1e-3  # by which an expert's selection bias moves after each step, as in DeepSeek-V3
 
 
 # --- The text ----------------------------------------------------------------------------------------
@@ -139,11 +195,12 @@ def fresh(hf: dict[str, Any], seed: int) -> tbt.Decoder:
     """
     torch.manual_seed(seed)
     model = tbt.Decoder(tbt.DecoderConfig.from_hf(hf))
-    writes = 2 * model.config.num_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "head":
+    writes = sum(1 + (layer.feed_forward is not None) for layer in model.config.layers)
+    for name, weight in model.named_parameters():
+        name = name.removesuffix(".weight")
+        if name.endswith("_proj") and not name.endswith("dt_proj"):  # Mamba's Δ has a start of its own
             last = name.endswith(("o_proj", "down_proj", "out_proj"))
-            nn.init.normal_(module.weight, std=(module.in_features * (writes if last else 1)) ** -0.5)
+            nn.init.normal_(weight, std=(weight.shape[-1] * (writes if last else 1)) ** -0.5)
     nn.init.normal_(model.embed.weight, std=model.config.hidden_size**-0.5)
     return model
 
@@ -172,6 +229,10 @@ def train(hf: dict[str, Any], seed: int, data: np.ndarray, recipe: dict[str, Any
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": recipe["weight_decay"]}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(recipe["betas"]), fused=True)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    loads = [torch.zeros(router.config.num_experts) for router in routers]
+    for router, load in zip(routers, loads, strict=True):
+        router.register_forward_hook(partial(count_choices, load))
     curve, recent = [], []
     for step, batch in enumerate(batches(data, recipe, seed)):
         for group in optimizer.param_groups:
@@ -181,11 +242,21 @@ def train(hf: dict[str, Any], seed: int, data: np.ndarray, recipe: dict[str, Any
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
         optimizer.step()
+        for router, load in zip(routers, loads, strict=True):
+            router.selection_bias.data.add_((load.mean() - load).sign_(), alpha=BIAS_STEP)
+            load.zero_()
         recent.append(loss.item())
         if (step + 1) % max(1, recipe["steps"] // 40) == 0:
             curve.append([(step + 1) * recipe["batch_bytes"], round(float(np.mean(recent)), 4)])
             recent.clear()
+    for router in routers:
+        router._forward_hooks.clear()
     return model.eval(), curve
+
+
+def count_choices(load: Tensor, router: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    """Add to ``load`` (E,) how many tokens chose each expert."""
+    load += output[1].flatten().bincount(minlength=len(load))
 
 
 # --- What it learnt ----------------------------------------------------------------------------------
@@ -218,7 +289,14 @@ def save(model: tbt.Decoder, hf: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    tensors = {hf_name(name): p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        name, weight = hf_name(name, hf["model_type"]), parameter.detach().bfloat16()
+        if ".experts." in name:  # stored one by one
+            before, after = name.split(".experts.")
+            tensors.update({f"{before}.experts.{e}.{after}.weight": w.clone() for e, w in enumerate(weight)})
+        else:
+            tensors[name] = weight.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -233,16 +311,47 @@ def byte_tokenizer() -> Tokenizer:
     return backend
 
 
-def hf_name(name: str) -> str:
-    for own, theirs in (
-        (r"^embed\.", "model.embed_tokens."),
-        (r"^norm\.", "model.norm."),
-        (r"^layers\.", "model.layers."),
-        (r"\.mixer_norm\.", ".input_layernorm."),
-        (r"\.feed_forward_norm\.", ".post_attention_layernorm."),
-        (r"\.mixer\.", ".self_attn."),
-        (r"\.feed_forward\.", ".mlp."),
-    ):
+HF_NAMES: dict[str, dict[str, str]] = {  # by model type, in this order
+    "llama": {
+        r"^embed\.": "model.embed_tokens.",
+        r"^norm\.": "model.norm.",
+        r"^layers\.": "model.layers.",
+        r"\.mixer_norm\.": ".input_layernorm.",
+        r"\.feed_forward_norm\.": ".post_attention_layernorm.",
+        r"\.mixer\.": ".self_attn.",
+        r"\.feed_forward\.": ".mlp.",
+    },
+    "mamba": {
+        r"^embed\.": "backbone.embeddings.",
+        r"^norm\.": "backbone.norm_f.",
+        r"^layers\.": "backbone.layers.",
+        r"\.mixer_norm\.": ".norm.",
+        r"\.dt_bias$": ".dt_proj.bias",
+    },
+}
+HF_NAMES["deepseek_v3"] = {
+    r"\.mixer\.kv_a_proj\.": ".self_attn.kv_a_proj_with_mqa.",
+    r"\.mixer\.kv_a_norm\.": ".self_attn.kv_a_layernorm.",
+    r"\.feed_forward\.router\.selection_bias$": ".mlp.gate.e_score_correction_bias",
+    r"\.feed_forward\.router\.": ".mlp.gate.",
+    r"\.feed_forward\.shared\.": ".mlp.shared_experts.",
+    **HF_NAMES["llama"],
+}
+HF_NAMES["jamba"] = {
+    r"^embed\.": "model.embed_tokens.",
+    r"^norm\.": "model.final_layernorm.",
+    r"^layers\.": "model.layers.",
+    r"\.mixer_norm\.": ".input_layernorm.",
+    r"\.feed_forward_norm\.": ".pre_ff_layernorm.",
+    r"\.mixer\.([qkvo]_proj)\.": r".self_attn.\1.",
+    r"\.mixer\.(dt|b|c)_norm\.": r".mamba.\1_layernorm.",
+    r"\.mixer\.dt_bias$": ".mamba.dt_proj.bias",
+    r"\.mixer\.": ".mamba.",
+}
+
+
+def hf_name(name: str, model_type: str = "llama") -> str:
+    for own, theirs in HF_NAMES[model_type].items():
         name = re.sub(own, theirs, name)
     return name
 
@@ -304,6 +413,7 @@ def run(
     nats = {what: nats_per_byte(model, text) for what, text in tests.items()}
     entry = {
         "parameters": sum(p.numel() for p in model.parameters()),
+        **({"bias_step": BIAS_STEP} if any(isinstance(module, Router) for module in model.modules()) else {}),
         **{f"{what}_nats": round(value, 5) for what, value in nats.items()},
         "passage_perplexity": round(math.exp(nats["passage"]), 4),
         "minutes": round(minutes, 2),
