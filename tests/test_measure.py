@@ -99,6 +99,21 @@ def test_elementwise_work_counts_nothing() -> None:
     assert count(lambda: x.view(8, 3).t()[1:].unsqueeze(0)).operations == 0
 
 
+def test_traffic_is_every_operand_and_result_each_time() -> None:
+    a, b, row = torch.ones(8, 10), torch.ones(8, 10), torch.ones(1, 10)
+
+    def work() -> None:
+        a + b  # 2 read, 1 written
+        a.add_(b).view(-1)  # the same; a view moves nothing
+        a.copy_(b)  # 1 read, 1 written: what is overwritten is not looked at
+        torch.cat((a, b))  # 2 and 2
+        torch.addcmul(a, b, row.expand(8, 10))  # 2 and 1, and a row once
+
+    assert count(work).traffic == 4 * (80 * (3 + 3 + 2 + 4 + 3) + 10)
+    table, which = torch.ones(1000, 4), torch.tensor([1, 5, 7])
+    assert count(lambda: table[which]).traffic == 2 * 3 * 4 * 4 + 3 * 8  # rows, and their numbers
+
+
 def test_an_unlisted_operation_is_refused_and_can_be_registered() -> None:
     @torch.library.custom_op("tbt_test::scan", mutates_args=())
     def scan(x: torch.Tensor) -> torch.Tensor:

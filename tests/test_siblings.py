@@ -7,6 +7,7 @@ import math
 import platform
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,39 @@ def test_sizes_are_equal_and_small() -> None:
     assert all(1_000_000 <= count <= 1_200_000 for count in counts.values())
     assert {name: RECORD["runs"][f"{name}/0"]["parameters"] for name in NAMES} == counts
     stored = sum(path.stat().st_size for path in tbt.checkpoint.WEIGHTS.rglob("*") if path.is_file())
-    assert stored <= 16e6 / 7 * len(NAMES)  # seven siblings will share 16 MB
+    assert stored <= 16e6  # all of them together
+
+
+def test_what_a_token_leaves_behind() -> None:
+    configs = {name: tbt.load(f"sibling-{name}").config for name in NAMES}
+    numbers = {name: tbt.state_bytes_per_token(config, bytes_per_element=1) for name, config in configs.items()}
+    #  6 layers of 2 · K · 16; of 32 + 8; of nothing; one layer of 2 · 2 · 16
+    assert numbers == {
+        "mha": 1536, "gqa": 384, "mqa": 192, "mla": 240, "mla-moe": 240, "mamba": 0, "hybrid": 64}  # fmt: skip
+    constant = {name: tbt.state_bytes(config, 1, 0) for name, config in configs.items()}
+    layers = {"mamba": 9, "hybrid": 5}
+    # per layer 256 channels: 16 numbers of 4 bytes, and 3 columns of 2
+    assert constant == {name: layers.get(name, 0) * 256 * (16 * 4 + 3 * 2) for name in NAMES}
+
+
+def test_the_experts_are_balanced_by_a_bias_that_moved() -> None:
+    model, text = tbt.load("sibling-mla-moe"), torch.from_numpy(siblings.passage().astype("int64"))
+    routers = [layer.feed_forward.router for layer in model.layers[1:]]
+    loads = [torch.zeros(12) for _ in routers]
+    for router, load in zip(routers, loads, strict=True):
+        router.register_forward_hook(partial(siblings.count_choices, load))
+    for window in text.split(256):
+        model(window[None], logits="none")
+    for router, load in zip(routers, loads, strict=True):
+        assert load.sum() == 3 * len(text)
+        assert (load > 0).all()  # no expert died
+        steps = router.selection_bias / siblings.BIAS_STEP
+        assert 1 < steps.abs().max() <= siblings.RECIPE["steps"]
+
+
+def test_the_hybrid_has_one_attention_layer_in_six() -> None:
+    kinds = [type(layer.mixer).__name__ for layer in tbt.load("sibling-hybrid").config.layers]
+    assert kinds == ["MambaConfig"] * 3 + ["AttentionConfig"] + ["MambaConfig"] * 2
 
 
 def test_they_differ_in_the_key_value_heads_they_are_named_after() -> None:

@@ -49,9 +49,14 @@ _NAMES = {
     "hardware": ("Accelerator", "Prediction", "accelerators", "predict"),
     "ledger": ("ledger",),
     "decoder": ("Decoder", "DecoderState"),
-    "generate": ("generate", "sample", "stream"),
+    "generate": (
+        "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
+    ),
     "checkpoint": ("load", "load_tokenizer"),
-    "quantize": ("QuantizedLinear", "quantize_cache", "quantize_model", "stored_bytes", "to_fp8"),
+    "quantize": (
+        "QuantizedExperts", "QuantizedLinear", "quantize_as", "quantize_cache", "quantize_model", "stored_bytes",
+        "to_fp8",
+    ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

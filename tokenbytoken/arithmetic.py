@@ -49,6 +49,7 @@ __all__ = [
     "cache_crossing",
     "count_parameters",
     "distinct_experts",
+    "expected_tokens",
     "footprint",
     "latent_form",
     "max_batch",
@@ -443,6 +444,19 @@ def distinct_experts(feed_forward: MoEConfig, tokens: float) -> float:
     """
     experts = feed_forward.num_experts
     return experts * (1 - (1 - feed_forward.experts_per_token / experts) ** not_negative("tokens", tokens))
+
+
+def expected_tokens(acceptance: float, num_draft: int) -> float:
+    """Tokens that a pass with ``num_draft`` guesses is expected to give: (1 - a^(g+1)) / (1 - a).
+
+    Guess i counts if it and all before it are accepted, with probability a^i, and one token always comes from the pass
+    itself: 1 + a + … + a^g. Each guess is taken to be accepted with the same probability a, independently of the
+    others, as no real text quite does (Leviathan et al. 2022, arXiv 2211.17192, equation 1). ValueError for an
+    acceptance outside 0 … 1.
+    """
+    if not_negative("acceptance", acceptance) > 1:
+        raise ValueError(f"acceptance must lie between 0 and 1, not {acceptance}")
+    return float(sum(acceptance**i for i in range(whole("num_draft", num_draft, 0) + 1)))
 
 
 def _expanded_width(mixer: LatentAttentionConfig) -> int:

@@ -126,19 +126,24 @@ class DecoderState:
         self._marks.add(mark)
         return mark
 
-    def rewind(self, mark: Mark) -> None:
+    def rewind(self, mark: Mark, length: int | None = None) -> None:
         """Forget everything after ``mark``; marks made after it are void from then on.
 
-        Raises ValueError for a mark that is void, lies ahead, or was made by another state.
+        With a ``length`` from the mark's on, the state keeps so many tokens if all its layers are caches, which can be
+        cut anywhere; a recurrent layer can only return to its copy, and the others with it. ``self.length`` then says
+        which of the two it was. Raises ValueError for a mark that is void, lies ahead, or was made by another state.
         """
         if mark.length > self.length:
             raise ValueError(f"cannot rewind to length {mark.length}: the state holds only {self.length} tokens")
         if mark not in self._marks:
             raise ValueError("this mark is another state's, or lies behind a point that was rewound")
+        if length is not None and not mark.length <= whole("length", length, 0) <= self.length:
+            raise ValueError(f"length {length} must lie between the mark's {mark.length} and the state's {self.length}")
+        recurrent = any(copy is not None for copy in mark.layers)
         for layer, layer_mark in zip(self.layers, mark.layers, strict=True):
             layer.rewind(layer_mark)
-        self.length = mark.length
-        self._marks = WeakSet(kept for kept in self._marks if kept.length <= mark.length)
+        self.length = mark.length if length is None or recurrent else length
+        self._marks = WeakSet(kept for kept in self._marks if kept.length <= self.length)
 
     def copy(self, max_length: int | None = None) -> DecoderState:
         """An independent state with the same content (only used bytes are copied), optionally of another size."""

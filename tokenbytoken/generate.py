@@ -1,17 +1,21 @@
-"""From logits to text: sampling, generation, streaming; and ``python -m tokenbytoken.generate``.
+"""From logits to text: sampling, generation, streaming, speculation; and ``python -m tokenbytoken.generate``.
 
 The loop that all of it shares: the state holds every token but the newest; the newest is pushed through the
-model, the logits of its position choose the next.
+model, the logits of its position choose the next. Speculation pushes guesses of what will follow along with it, so
+that one pass, which reads the weights once, may settle several tokens (Leviathan et al. 2022, arXiv 2211.17192; Chen
+et al. 2023, arXiv 2302.01318).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import index
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +26,23 @@ from .arithmetic import pass_cost
 from .checkpoint import Tokenizer, load, load_tokenizer
 from .decoder import Decoder, DecoderState
 
-__all__ = ["generate", "sample", "stream"]
+__all__ = [
+    "Draft",
+    "DraftModel",
+    "Guess",
+    "PromptLookup",
+    "Round",
+    "Speculation",
+    "accepts",
+    "distribution",
+    "first_layers",
+    "generate",
+    "residual",
+    "sample",
+    "speculate",
+    "stream",
+    "verify",
+]
 
 
 def sample(
@@ -39,10 +59,38 @@ def sample(
     crosses the threshold stays; Holtzman et al. 2019, arXiv 1904.09751), and one token is drawn.
     """
     _check_sampling(temperature, top_k, top_p)
-    if temperature < torch.finfo(torch.float32).tiny or top_p == 0 or top_k == 1:
+    if _is_greedy(temperature, top_k, top_p):
         return _argmax(logits)
+    likeliest, order = _likeliest(logits, temperature, top_k, top_p)
+    choice = torch.multinomial(likeliest, 1, generator=generator)
+    return order.gather(-1, choice).squeeze(-1)
+
+
+def distribution(logits: Tensor, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """The probabilities with which :func:`sample` draws: logits (B, V) → (B, V), float32 or float64.
+
+    At temperature 0 all of it lies on the greedy token.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    if _is_greedy(temperature, top_k, top_p):
+        return F.one_hot(_argmax(logits), logits.shape[-1]).to(_wide(logits))
+    likeliest, order = _likeliest(logits, temperature, top_k, top_p)
+    likeliest = likeliest / likeliest.sum(-1, keepdim=True)
+    return torch.zeros_like(likeliest).scatter(-1, order, likeliest)
+
+
+def _is_greedy(temperature: float, top_k: int | None, top_p: float) -> bool:
+    return temperature < torch.finfo(torch.float32).tiny or top_p == 0 or top_k == 1
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _likeliest(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """What a draw may choose from, likeliest first: probabilities (B, V), not normalised again, and their tokens."""
     _check_logits(logits)
-    logits = logits.to(torch.float32 if logits.dtype != torch.float64 else torch.float64)
+    logits = logits.to(_wide(logits))
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # shifted first: the largest stays 0, not inf
     # A stable sort keeps the lowest index first among equals, so that cuts at a tie agree with greedy choice.
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -54,8 +102,7 @@ def sample(
         beyond = before >= top_p
         beyond[:, 0] = False  # the likeliest token stays, however small top_p is
         probabilities = probabilities.masked_fill(beyond, 0)
-    choice = torch.multinomial(probabilities, 1, generator=generator)
-    return order.gather(-1, choice).squeeze(-1)
+    return probabilities, order
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -96,6 +143,17 @@ def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
                 raise ValueError(f"token id {token} is outside the vocabulary of {model.config.vocab_size}")
 
 
+def _length(held: int, prompt: int, max_new_tokens: int, *limits: int | None) -> int:
+    """Tokens in the whole sequence; the last is never pushed through the model, but must fit as well."""
+    needed = held + prompt + max_new_tokens
+    limit = min((limit for limit in limits if limit is not None), default=needed)
+    if needed > limit:
+        raise ValueError(
+            f"{held} held + {prompt} of the prompt + {max_new_tokens} new tokens = {needed} exceed max_length {limit}"
+        )
+    return needed
+
+
 def _steps(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -119,14 +177,7 @@ def _steps(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     held = 0 if state is None else state.length
-    # The last token chosen is never pushed through the model, but it is part of the sequence that must fit.
-    needed = held + longest + max_new_tokens
-    limits = [limit for limit in (max_length, None if state is None else state.max_length) if limit is not None]
-    if needed > min(limits, default=needed):
-        raise ValueError(
-            f"{held} held + {longest} of the prompt + {max_new_tokens} new tokens = {needed} "
-            f"exceed max_length {min(limits)}"
-        )
+    needed = _length(held, longest, max_new_tokens, max_length, None if state is None else state.max_length)
     if state is not None and state.batch_size != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, the state was made for {state.batch_size}")
     if state is not None and min(lengths) < longest:
@@ -233,6 +284,264 @@ def stream(
         eos_ids=eos_ids, seed=seed, state=state, max_length=max_length,
     )  # fmt: skip
     return (step[0] for step in steps)
+
+
+# --- speculation ------------------------------------------------------------------------------------------
+
+
+def accepts(p: Tensor, q: Tensor, proposed: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Whether each proposed token stands, with probability min(1, p / q): p, q (n, V), proposed (n,) → (n,) bool.
+
+    Row by row, p is the target's distribution and q the one that the proposal was drawn from.
+    """
+    p, q = (t.gather(-1, proposed.unsqueeze(-1)).squeeze(-1) for t in (p, q))
+    return torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device) * q < p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Where to draw from instead of a proposal that fell: max(p − q, 0), normalised; p, q (…, V) → (…, V).
+
+    A token x appears with probability min(p, q) as an accepted proposal and max(p − q, 0) in place of a rejected one,
+    p(x) in all (Leviathan et al. 2022, appendix A.1).
+    """
+    more = (p - q).clamp(min=0)
+    total = more.sum(-1, keepdim=True)
+    return torch.where(total > 0, more / total, p)  # p ≤ q everywhere: only where they differ by rounding
+
+
+def verify(p: Tensor, q: Tensor, proposed: Sequence[int], generator: torch.Generator | None = None) -> tuple[int, int]:
+    """How many of n proposed tokens stand, and the token that follows them: p (n + 1, V), q (n, V).
+
+    The first that is rejected ends the run and is replaced by a draw from the :func:`residual`; if none is, the
+    target's last distribution gives one token more. Greedy choice is the case of distributions with all on one token.
+    """
+    tokens = torch.tensor(proposed, dtype=torch.int64, device=p.device)
+    accepted = int(accepts(p[:-1], q, tokens, generator).long().cumprod(0).sum())
+    follows = p[-1] if accepted == len(proposed) else residual(p[accepted], q[accepted])
+    return accepted, int(torch.multinomial(follows, 1, generator=generator))
+
+
+class Guess(NamedTuple):
+    """A proposed token and the distribution (V,) that it was drawn from."""
+
+    token: int
+    q: Tensor
+
+
+#: Draws a token from logits (1, V), with the sampling settings of the target.
+Choose = Callable[[Tensor], Guess]
+
+#: ``propose(tokens, count, choose, hidden)``: up to ``count`` guesses at what follows ``tokens``, all of the sequence
+#: so far. ``hidden`` (1, t, M) is what the target's head multiplied in its last pass, up to the last token but one.
+Propose = Callable[[Sequence[int], int, Choose, Tensor], list[Guess]]
+
+
+class Draft(Protocol):
+    """A way to guess what comes next; :class:`PromptLookup` and :class:`DraftModel` are two."""
+
+    def start(self, model: Decoder, max_length: int) -> Propose:
+        """What guesses for one sequence of at most ``max_length`` tokens; ValueError for a model it cannot serve."""
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Guesses that the text repeats itself: what followed the newest tokens where they stood last.
+
+    The longest run of newest tokens, from ``longest`` down to ``shortest``, that also stands earlier is used; without
+    any there is no guess. No model is asked, and q lies on one token. Source: Saxena 2023, prompt lookup decoding.
+    """
+
+    longest: int = 3
+    shortest: int = 1
+
+    def __post_init__(self) -> None:
+        if whole("shortest", self.shortest) > whole("longest", self.longest):
+            raise ValueError(f"shortest ({self.shortest}) exceeds longest ({self.longest})")
+
+    def start(self, model: Decoder, max_length: int) -> Propose:
+        """See :class:`Draft`."""
+        vocab_size, device = model.config.vocab_size, model.embed.weight.device
+
+        def propose(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
+            distance = self.distance(tokens)
+            if distance is None:
+                return []
+            text = list(tokens)
+            for _ in range(count):
+                text.append(text[-distance])  # a guess may repeat guesses
+            new = text[len(tokens) :]
+            q = F.one_hot(torch.tensor(new, device=device), vocab_size).float()  # (count, V)
+            return list(map(Guess, new, q))
+
+        return propose
+
+    def distance(self, tokens: Sequence[int]) -> int | None:
+        """How far back the newest tokens stand once more, or None."""
+        tokens = list(tokens)
+        for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            newest = tokens[-n:]
+            for start in range(len(tokens) - n - 1, -1, -1):
+                if tokens[start : start + n] == newest:
+                    return len(tokens) - n - start
+        return None
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Guesses of a smaller model over the same vocabulary, or of the target's own :func:`first_layers`."""
+
+    model: Decoder
+
+    def start(self, model: Decoder, max_length: int) -> Propose:
+        """See :class:`Draft`."""
+        own, target = self.model.config.vocab_size, model.config.vocab_size
+        if own != target:
+            raise ValueError(f"the draft has a vocabulary of {own} tokens, the model one of {target}")
+        state = self.model.new_state(1, max_length)
+        mark = state.mark()
+
+        def push(tokens: Sequence[int]) -> Tensor:
+            pushed = torch.tensor([tokens], device=self.model.embed.weight.device)
+            return self.model(pushed, state, logits="last")[:, -1]  # (1, V)
+
+        def propose(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
+            nonlocal mark
+            state.rewind(mark)  # behind the guesses of last time; those that stood are pushed with what came after them
+            logits = push(tokens[state.length :])
+            mark = state.mark()
+            guesses = [choose(logits)]
+            while len(guesses) < count:
+                guesses.append(choose(push([guesses[-1].token])))
+            return guesses
+
+        return propose
+
+
+def first_layers(model: Decoder, count: int) -> Decoder:
+    """The model without all but its first ``count`` layers: with the same embedding, norm and head, and no copies.
+
+    As a draft it needs no weights of its own.
+    """
+    if whole("count", count) > model.config.num_layers:
+        raise ValueError(f"the model has {model.config.num_layers} layers, not {count}")
+    with torch.device("meta"):
+        short = Decoder(replace(model.config, layers=model.config.layers[:count], mtp_layers=0))
+    short.embed, short.layers, short.norm, short.head = model.embed, model.layers[:count], model.norm, model.head
+    return short.train(model.training)
+
+
+class Round(NamedTuple):
+    """One pass of the target: how many tokens were proposed, and how many of them it accepted."""
+
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What :func:`speculate` returns: the new tokens, and a round for each pass of the target, the prompt's first."""
+
+    tokens: list[int]
+    rounds: list[Round]
+
+    @property
+    def passes(self) -> int:
+        """Passes of the target, that of the prompt included. Plain generation takes one for each token."""
+        return len(self.rounds)
+
+    @property
+    def proposed(self) -> int:
+        """Tokens that the draft guessed. Those that come after a rejected one are never looked at."""
+        return sum(round.proposed for round in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Guesses that the target let stand."""
+        return sum(round.accepted for round in self.rounds)
+
+    @property
+    def acceptance(self) -> float:
+        """Of the guesses that were looked at, the share that stood; NaN if there were none."""
+        rejected = sum(round.accepted < round.proposed for round in self.rounds)
+        return self.accepted / (self.accepted + rejected) if self.proposed else math.nan
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens for each pass after the prompt's, which gives one whatever the draft; NaN if there was no other."""
+        return (len(self.tokens) - 1) / (self.passes - 1) if self.passes > 1 else math.nan
+
+
+@torch.no_grad()
+def speculate(
+    model: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    draft: Draft | Decoder,
+    num_draft: int = 4,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    eos_ids: Collection[int] = (),
+    seed: int | None = None,
+    max_length: int | None = None,
+) -> Speculation:
+    """Continue one prompt as :func:`generate` does, with up to ``num_draft`` guesses of ``draft`` in each pass.
+
+    Greedy tokens are those of ``generate``; sampled ones have the same distribution, though the same ``seed`` gives
+    others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings. After a
+    rejection caches are cut back, while a recurrent state returns to a copy made before the pass, and the tokens that
+    stood are pushed once more, along with the next guesses. Raises ValueError, before computing anything, for what
+    ``generate`` refuses, for ``num_draft`` below 1 and for a draft that does not fit the model.
+    """
+    tokens = _ids(prompt.tolist() if hasattr(prompt, "tolist") else prompt, "the prompt")
+    _check_prompts(model, [tokens])
+    _check_sampling(temperature, top_k, top_p)
+    eos_ids = _ids(eos_ids, "eos_ids")
+    max_new_tokens, num_draft = whole("max_new_tokens", max_new_tokens, 0), whole("num_draft", num_draft)
+    max_length = None if max_length is None else whole("max_length", max_length)
+    seed = None if seed is None else whole("seed", seed, -(2**63))
+    first = len(tokens)
+    length = _length(0, first, max_new_tokens, max_length)
+    if model.agree is not None:
+        raise ValueError("speculation runs in one process: this model is shared among several")
+    if isinstance(draft, Decoder):
+        draft = DraftModel(draft)
+    if not hasattr(draft, "start"):
+        raise ValueError(f"draft must be a Draft or a Decoder, not {draft!r}")
+    propose = draft.start(model, length)
+    state = model.new_state(1, length)
+    device = model.embed.weight.device
+    [generator] = _generators(seed, 1, device)
+
+    def probabilities(logits: Tensor) -> Tensor:
+        return distribution(logits, temperature, top_k, top_p)
+
+    def choose(logits: Tensor) -> Guess:
+        q = probabilities(logits)[0]
+        return Guess(int(torch.multinomial(q, 1, generator=generator)), q)
+
+    hidden: Tensor | None = None
+    rounds: list[Round] = []
+    while (left := first + max_new_tokens - len(tokens)) > 0:
+        wanted = min(num_draft, left - 1)  # the pass itself gives one more
+        guesses = propose(tokens, wanted, choose, hidden)[:wanted] if wanted and hidden is not None else []
+        proposed = [guess.token for guess in guesses]
+        mark = state.mark()
+        pushed = torch.tensor([tokens[state.length :] + proposed], device=device)
+        hidden = model.norm(model(pushed, state, logits="none"))  # (1, t, M)
+        p = probabilities(model.head(hidden[0, -1 - len(guesses) :]))  # (n + 1, V)
+        q = torch.stack([guess.q for guess in guesses]) if guesses else p[:0]
+        accepted, follows = verify(p, q, proposed, generator)
+        rounds.append(Round(len(guesses), accepted))
+        if rejected := len(guesses) - accepted:
+            state.rewind(mark, length=state.length - rejected)
+            hidden = hidden[:, :-rejected]
+        for token in (*proposed[:accepted], follows):
+            tokens.append(token)
+            if token in eos_ids:
+                return Speculation(tokens[first:], rounds)
+    return Speculation(tokens[first:], rounds)
 
 
 # --- python -m tokenbytoken.generate ------------------------------------------------------------------

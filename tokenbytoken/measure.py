@@ -245,6 +245,7 @@ class Count:
     ``state_bytes_read``  each byte of the state that was read before the pass itself had written it, once
     ``state_bytes_written``  each byte of the state that was written, once
     ``operations``  calls that do work (views are free)
+    ``traffic``  bytes of all that these calls read and write, each time: what moves if nothing stays in a cache
     ``flops_by_operation``, ``calls_by_operation``  the same, by PyTorch's name of the operation
     """
 
@@ -253,6 +254,7 @@ class Count:
     state_bytes_read: int = 0
     state_bytes_written: int = 0
     operations: int = 0
+    traffic: int = 0
     flops_by_operation: Counter[str] = field(default_factory=Counter)
     calls_by_operation: Counter[str] = field(default_factory=Counter)
 
@@ -372,10 +374,14 @@ class _Counter(TorchDispatchMode):
             for i, argument in enumerate(func._schema.arguments)
             for tensor in _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
         ]
+        in_place = {_storage(tensor) for _, tensor, writes in arguments if writes}
+        self.count.traffic += sum(_shown(tensor) for tensor in _tensors(out) if _storage(tensor) not in in_place)
         reads_first = sorted(arguments, key=lambda entry: entry[2])  # as the operation does
         for i, tensor, writes in reads_first:
             key = _storage(tensor)
             rows = out.numel() * out.element_size() if _LOOKUPS.get(packet) == i else None
+            passes = writes + (not writes or packet not in _OVERWRITES)  # over these bytes
+            self.count.traffic += _shown(tensor) * passes if rows is None else rows
             if key in self.weights:
                 if rows is None:
                     self.read[key].add(tensor)
@@ -428,6 +434,12 @@ class _Cover:
         self.start, self.end = start[np.append(True, gap)], end[np.append(gap, True)]
         before, self.bytes = self.bytes, int((self.end - self.start).sum())
         return self.bytes - before
+
+
+def _shown(tensor: Tensor) -> int:
+    """Bytes that a tensor shows of its storage; what an expanded dimension repeats is one."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(n if stride else min(n, 1) for n, stride in shape)
 
 
 def _storage(tensor: Tensor) -> int:
