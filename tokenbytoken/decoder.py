@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
@@ -192,13 +191,14 @@ class DecoderState:
         return DecoderState(self.kind, layers, max_length, padding, self.length - start + shift)
 
 
-class _SkipInit(TorchFunctionMode):
-    """Leaves out random initialisation: on the meta device it draws nothing, yet imports torch's compiler (2 s)."""
+class _SkipMetaInit(TorchFunctionMode):
+    """Leaves out random initialisation on the meta device: it draws nothing, yet imports torch's compiler (2 s)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init" and kwargs["tensor"].is_meta:
             return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Decoder(nn.Module):
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        with _SkipInit() if torch.get_default_device().type == "meta" else nullcontext():
+        with _SkipMetaInit():
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Layer(layer, config.hidden_size, config.norm_eps) for layer in config.layers)
             self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)

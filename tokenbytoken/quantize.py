@@ -1,17 +1,18 @@
-"""Numbers in one byte: FP8 and INT8 with their scales, linear layers and caches that are stored that way.
+"""Numbers in one byte: FP8 and INT8 with their scales; linear layers, experts and caches that are stored that way.
 
 A stored number is code × scale. The scale is shared by a block of numbers: all of a tensor, a row, or 128 × 128 of
 them; it sets the range, and the format of the code sets how finely the range is divided. Scales are float32 and
 *multiply* when a number is read (DeepSeek's checkpoints call the same thing ``weight_scale_inv``).
 
 Sources: Micikevicius et al. 2022 (arXiv 2209.05433) for the FP8 formats; the Llama 3 paper (arXiv 2407.21783),
-section 6.2, for row-wise scales; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks and 1 × 128 tiles.
+section 6.2, for row-wise scales; DeepSeek-V3 (arXiv 2412.19437), section 3.3, for blocks and 1 × 128 tiles;
+Jamba 1.5 (arXiv 2408.12570), section 3.1, for ExpertsInt8.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -22,16 +23,20 @@ from torch import Tensor, nn
 
 from ._numbers import positive, whole
 from .attention import Attention, KVCache
-from .config import AttentionConfig
+from .config import AttentionConfig, LatentAttentionConfig
 from .decoder import Decoder
-from .feed_forward import MoE
+from .feed_forward import Experts, Router
+from .latent_attention import LatentAttention, LatentCache
 
 __all__ = [
+    "QuantizedExperts",
     "QuantizedKVCache",
+    "QuantizedLatentCache",
     "QuantizedLinear",
     "QuantizedTensor",
     "probe",
     "quantize",
+    "quantize_as",
     "quantize_cache",
     "quantize_model",
     "stored_bytes",
@@ -73,7 +78,8 @@ def to_fp8(x: Tensor, format: str = "e4m3", overflow: Literal["saturate", "nan"]
 class QuantizedTensor:
     """``values`` (…, columns) of one byte each, and one float32 scale for each block of ``block`` = (rows, columns).
 
-    Leading axes count as rows; ``scales`` is (row blocks, column blocks), the last blocks may be ragged.
+    Leading axes count as rows; ``scales`` is (row blocks, column blocks), the last blocks may be ragged. In a stack of
+    matrices (E, rows, columns), with scales (E, row blocks, column blocks), no block reaches into the next matrix.
     """
 
     values: Tensor
@@ -89,9 +95,13 @@ class QuantizedTensor:
         """Bytes held, scales included."""
         return self.values.nbytes + self.scales.nbytes
 
+    def __getitem__(self, i: int) -> QuantizedTensor:
+        """One matrix of a stack, a view."""
+        return QuantizedTensor(self.values[i], self.scales[i], self.block)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """code × scale, multiplied in float32 and then rounded to ``dtype``."""
-        wide = self.values.reshape(-1, self.shape[-1]).to(torch.float32)
+        wide = self.values.reshape(*self.scales.shape[:-2], -1, self.shape[-1]).to(torch.float32)
         return wide.mul_(_spread(self.scales, self.block, wide)).to(dtype).view(self.shape)
 
 
@@ -102,12 +112,14 @@ def quantize(
     block: tuple[int, int] = BLOCK,
     *,
     bound: float | None = None,
+    stacked: bool = False,
 ) -> QuantizedTensor:
     """Store x (…, columns) in one byte a number, with scale = largest magnitude of the block ÷ largest code.
 
     ``granularity``: one scale for the ``"tensor"``, for each ``"row"``, for each ``"tile"`` of 1 × ``block[1]``, or
     for each ``"block"``. A block of zeros has scale 1. ``bound`` caps the magnitude that a scale looks at; what
     exceeds it saturates, infinities included. Without a bound, a block with NaN or infinity comes back as NaN.
+    ``stacked``: x is (E, rows, columns), each matrix of which is quantised by itself (and ``"tensor"`` is one of them).
     Raises ValueError for what it does not know and for a tensor that is empty or holds no floats.
     """
     _known("format", format, DTYPES)
@@ -118,10 +130,17 @@ def quantize(
         height, width = (whole("block", size) for size in block)
     except (TypeError, ValueError):
         raise ValueError(f"block must be two positive integers, not {block!r}") from None
-    flat = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
-    rows, columns = flat.shape
+    if stacked and x.dim() != 3:
+        raise ValueError(f"a stack of matrices has three axes, not shape {tuple(x.shape)}")
+    flat = x.detach().reshape(*x.shape[: int(stacked)], -1, x.shape[-1])
+    rows, columns = flat.shape[-2:]
     height, width = min(height, rows), min(width, columns)
     shape = {"tensor": (rows, columns), "row": (1, columns), "tile": (1, width), "block": (height, width)}[granularity]
+    if x.is_meta:  # nothing to compute, and operations on this device would import torch's compiler first (2 s)
+        blocks = (-(-rows // shape[0]), -(-columns // shape[1]))
+        scales = flat.new_empty(*flat.shape[:-2], *blocks, dtype=torch.float32)
+        return QuantizedTensor(torch.empty_like(x, dtype=DTYPES[format]), scales, shape)
+    flat = flat.to(torch.float32).contiguous()
     largest = _block_largest(flat, shape)
     if bound is not None:
         largest = largest.clamp(max=positive("bound", bound))
@@ -134,19 +153,19 @@ def quantize(
 
 
 def _block_largest(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block of x (rows, columns) → (row blocks, column blocks)."""
-    rows, columns = x.shape
+    """Largest magnitude of each block of x (…, rows, columns) → (…, row blocks, column blocks)."""
+    rows, columns = x.shape[-2:]
     if rows % block[0] or columns % block[1]:
         x = F.pad(x, (0, -columns % block[1], 0, -rows % block[0]))  # zeros make no block larger
-    tiled = x.view(x.shape[0] // block[0], block[0], -1, block[1])
-    return torch.maximum(tiled.amax((1, 3)), -tiled.amin((1, 3)))  # no copy of x for its magnitudes
+    tiled = x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    return torch.maximum(tiled.amax((-3, -1)), -tiled.amin((-3, -1)))  # no copy of x for its magnitudes
 
 
 def _spread(scales: Tensor, block: tuple[int, int], x: Tensor) -> Tensor:
-    """Scales in a shape that multiplies x (rows, columns): an axis with one scale, or one each, stays as it is."""
-    for axis in (0, 1):
+    """Scales in a shape that multiplies x (…, rows, columns): an axis with one scale, or one each, stays as it is."""
+    for axis, size in ((-2, block[0]), (-1, block[1])):
         if scales.shape[axis] not in (1, x.shape[axis]):
-            scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, x.shape[axis])
+            scales = scales.repeat_interleave(size, axis).narrow(axis, 0, x.shape[axis])
     return scales
 
 
@@ -189,7 +208,82 @@ def _scaled_product(x: QuantizedTensor, w: QuantizedTensor, dtype: torch.dtype) 
     return y.to(dtype)
 
 
-class QuantizedLinear(nn.Module):
+class _OneByte(nn.Module):
+    """What layers with one-byte weights have in common: how inputs are quantised, how products are done.
+
+    Buffers whose names end in ``values`` and ``scales`` stay as they are when the module is cast.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        activations: Granularity | None = None,
+        activation_bound: float | None = None,
+        matmul: Literal["auto", "scaled", "dequantised"] = "auto",
+    ) -> None:
+        super().__init__()
+        _known("activations", activations, (None, "tensor", "row", "tile"))
+        _known("matmul", matmul, ("auto", "scaled", "dequantised"))
+        if activation_bound is not None:
+            positive("activation_bound", activation_bound)
+            if activations is None:
+                raise ValueError("activation_bound bounds the scales of activations: say how to quantise these")
+        self.format, self.matmul = format, matmul
+        self.activations, self.activation_bound = activations, activation_bound
+
+    def _scaled(self, weight: QuantizedTensor) -> str | None:
+        """How the scaled product would take the scales of this weight, or None if this device cannot."""
+        if self.activations not in ("tensor", "row") or weight.scales.shape[1] != 1 or weight.values.is_meta:
+            return None
+        if any(size % 16 for size in weight.shape):  # the hardware's own condition
+            return None
+        whole = self.activations == "tensor" and weight.scales.shape[0] == 1
+        granularity = "tensor" if whole else "row"
+        return granularity if granularity in probe(str(weight.values.device), self.format) else None
+
+    def _product(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+        """x (…, in) · weightᵀ (in, out) + bias."""
+        if self.activations is None or not x.numel():  # no tokens, no scale
+            return F.linear(x, weight.dequantize(x.dtype), bias)
+        codes = quantize(x.reshape(-1, x.shape[-1]), self.format, self.activations, bound=self.activation_bound)
+        wanted = self.matmul == "scaled" or (self.matmul == "auto" and x.device.type != "cpu")
+        granularity = self._scaled(weight) if wanted else None
+        if granularity is None:
+            return F.linear(codes.dequantize(x.dtype).view(x.shape), weight.dequantize(x.dtype), bias)
+        if granularity == "row":  # one scale for a whole tensor is the same scale for each of its rows
+            codes, weight = (QuantizedTensor(t.values, t.scales.expand(len(t.values), 1).contiguous(), t.block)
+                             for t in (codes, weight))  # fmt: skip
+        y = _scaled_product(codes, weight, x.dtype).view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias
+
+    def _stored(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.named_buffers(recurse=False) if name.endswith(("values", "scales"))}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = self._stored()
+        super()._apply(fn, recurse)
+        for name, before in kept.items():  # model.to(dtype) would widen the codes and round the scales
+            if getattr(self, name).dtype != before.dtype:
+                setattr(self, name, before.to(getattr(self, name).device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, held in self._stored().items():
+            given = state_dict.get(f"{prefix}{name}")
+            if name.endswith("values") and given is not None and given.dtype != held.dtype:
+                # copying would round one code to another
+                raise ValueError(f"{prefix}{name} are {given.dtype}, but this layer stores {self.format}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _quantize_weight(weight: Tensor, format: str, granularity: Granularity, block: tuple[int, int]) -> QuantizedTensor:
+    """A matrix, or a stack of them. Raises ValueError for a weight that holds NaN or infinity."""
+    if not weight.is_meta and not bool(weight.isfinite().all()):
+        raise ValueError("the weight holds NaN or infinity: it has no scale")
+    return quantize(weight, format, granularity, block, stacked=weight.dim() == 3)
+
+
+class QuantizedLinear(_OneByte):
     """x (…, in) → (…, out) with a weight stored in one byte a number.
 
     ``values`` and ``scales`` are buffers; casting the module leaves both as they are. ``activations`` is how the
@@ -204,30 +298,14 @@ class QuantizedLinear(nn.Module):
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(
-        self,
-        weight: QuantizedTensor,
-        bias: Tensor | None = None,
-        *,
-        format: str,
-        activations: Granularity | None = None,
-        activation_bound: float | None = None,
-        matmul: Literal["auto", "scaled", "dequantised"] = "auto",
-    ) -> None:
-        super().__init__()
-        _known("activations", activations, (None, "tensor", "row", "tile"))
-        _known("matmul", matmul, ("auto", "scaled", "dequantised"))
-        if activation_bound is not None:
-            positive("activation_bound", activation_bound)
-            if activations is None:
-                raise ValueError("activation_bound bounds the scales of activations: say how to quantise these")
+    def __init__(self, weight: QuantizedTensor, bias: Tensor | None = None, *, format: str, **options: Any) -> None:
+        super().__init__(format, **options)
         self.out_features, self.in_features = weight.shape
-        self.format, self.block, self.matmul = format, weight.block, matmul
-        self.activations, self.activation_bound = activations, activation_bound
+        self.block = weight.block
         self.register_buffer("values", weight.values)
         self.register_buffer("scales", weight.scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        if matmul == "scaled" and self.scaled_granularity is None:
+        if self.matmul == "scaled" and self.scaled_granularity is None:
             raise ValueError(f"no scaled product here for {self!r}")
 
     @classmethod
@@ -240,9 +318,8 @@ class QuantizedLinear(nn.Module):
         **options: Any,
     ) -> QuantizedLinear:
         """The quantised form of a linear layer. Raises ValueError for a weight that holds NaN or infinity."""
-        if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
-            raise ValueError("the weight holds NaN or infinity: it has no scale")
-        return cls(quantize(linear.weight, format, granularity, block), linear.bias, format=format, **options)
+        weight = _quantize_weight(linear.weight, format, granularity, block)
+        return cls(weight, linear.bias, format=format, **options)
 
     @property
     def weight(self) -> QuantizedTensor:
@@ -251,46 +328,59 @@ class QuantizedLinear(nn.Module):
     @property
     def scaled_granularity(self) -> str | None:
         """How the scaled product would take this layer's scales, or None if this device cannot."""
-        if self.activations not in ("tensor", "row") or self.scales.shape[1] != 1 or self.values.is_meta:
-            return None
-        if self.in_features % 16 or self.out_features % 16:  # the hardware's own condition
-            return None
-        whole = self.activations == "tensor" and self.scales.shape[0] == 1
-        granularity = "tensor" if whole else "row"
-        return granularity if granularity in probe(str(self.values.device), self.format) else None
+        return self._scaled(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.activations is None or not x.numel():  # no tokens, no scale
-            return F.linear(x, weight.dequantize(x.dtype), self.bias)
-        codes = quantize(x.reshape(-1, self.in_features), self.format, self.activations, bound=self.activation_bound)
-        wanted = self.matmul == "scaled" or (self.matmul == "auto" and x.device.type != "cpu")
-        granularity = self.scaled_granularity if wanted else None
-        if granularity is None:
-            return F.linear(codes.dequantize(x.dtype).view(x.shape), weight.dequantize(x.dtype), self.bias)
-        if granularity == "row":  # one scale for a whole tensor is the same scale for each of its rows
-            codes, weight = (QuantizedTensor(t.values, t.scales.expand(len(t.values), 1).contiguous(), t.block)
-                             for t in (codes, weight))  # fmt: skip
-        y = _scaled_product(codes, weight, x.dtype).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
-
-    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        kept = {name: getattr(self, name) for name in ("values", "scales")}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():  # model.to(dtype) would widen the codes and round the scales
-            if getattr(self, name).dtype != before.dtype:
-                setattr(self, name, before.to(getattr(self, name).device))
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}values")
-        if given is not None and given.dtype != self.values.dtype:  # copying would round one code to another
-            raise ValueError(f"{prefix}values are {given.dtype}, but this layer stores {self.format}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        return self._product(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         scales, inputs = " × ".join(map(str, self.scales.shape)), self.activations or "not quantised"
         return f"{self.in_features} → {self.out_features}, {self.format}, {scales} scales, inputs {inputs}"
+
+
+class QuantizedExperts(_OneByte):
+    """:class:`~tokenbytoken.feed_forward.Experts` in one byte a number: a call expands the one expert that it asks for.
+
+    ``gate_proj_values`` (E, F, M) and ``gate_proj_scales`` (E, row blocks, column blocks) are buffers, and so are those
+    of ``up_proj`` and ``down_proj``; no two experts share a scale. Options as in :class:`QuantizedLinear`; the input
+    of each of the three products is quantised.
+    """
+
+    def __init__(self, weights: Mapping[str, QuantizedTensor], *, format: str, **options: Any) -> None:
+        super().__init__(format, **options)
+        self.blocks = {name: weight.block for name, weight in weights.items()}
+        for name, weight in weights.items():
+            self.register_buffer(f"{name}_values", weight.values)
+            self.register_buffer(f"{name}_scales", weight.scales)
+        if self.matmul == "scaled" and None in [self._scaled(weight[0]) for weight in weights.values()]:
+            raise ValueError(f"no scaled product here for {self!r}")
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: Experts,
+        format: str = "e4m3",
+        granularity: Granularity = "row",
+        block: tuple[int, int] = BLOCK,
+        **options: Any,
+    ) -> QuantizedExperts:
+        """The quantised form of experts. Raises ValueError for weights that hold NaN or infinity."""
+        weights = {name: _quantize_weight(weight, format, granularity, block) for name, weight in
+                   experts.named_parameters()}  # fmt: skip
+        return cls(weights, format=format, **options)
+
+    def weight(self, name: str) -> QuantizedTensor:
+        """The stack of one projection, ``"gate_proj"``, ``"up_proj"`` or ``"down_proj"``; ``[expert]`` is a matrix."""
+        return QuantizedTensor(getattr(self, f"{name}_values"), getattr(self, f"{name}_scales"), self.blocks[name])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """What one expert makes of x (n, M)."""
+        gate, up, down = (self.weight(name)[expert] for name in ("gate_proj", "up_proj", "down_proj"))
+        return self._product(F.silu(self._product(x, gate)) * self._product(x, up), down)
+
+    def extra_repr(self) -> str:
+        (E, width, M), inputs = self.weight("gate_proj").shape, self.activations or "not quantised"
+        return f"{E} experts, {M} → {width} → {M}, {self.format}, inputs {inputs}"
 
 
 def quantize_model(
@@ -298,42 +388,73 @@ def quantize_model(
     format: str = "e4m3",
     granularity: Granularity = "row",
     *,
-    include: Literal["all", "ffn"] = "all",
+    include: Literal["all", "ffn", "all-ffn"] = "all",
     block: tuple[int, int] = BLOCK,
     **options: Any,
 ) -> Decoder:
-    """A decoder whose linear layers are stored in one byte a weight; ``model`` is left as it is.
+    """A decoder whose linear layers and experts are stored in one byte a weight; ``model`` is left as it is.
 
-    ``include="all"``: the linear layers of all mixers and feed-forwards; ``"ffn"``: Llama 3.1's choice, the
-    feed-forwards of all layers but the first and the last (its activations: ``"row"``, with
-    ``activation_bound=1200``). Embedding, head and norms stay, and share their memory with ``model``. ``options``
-    (``activations``, ``activation_bound``, ``matmul``) as in :class:`QuantizedLinear`. Raises ValueError for what it
-    does not know, for weights that hold NaN or infinity, and for a model with quantised layers or with experts.
+    ``include="all"``: the linear layers of all mixers and feed-forwards, and all experts; ``"all-ffn"``: the
+    feed-forwards and experts of all layers; ``"ffn"``: Llama 3.1's choice, those of all layers but the first and the
+    last (its activations: ``"row"``, with ``activation_bound=1200``). Embedding, head, routers, norms and what Mamba
+    does not multiply by stay, and share their memory with ``model``. ``options`` (``activations``,
+    ``activation_bound``, ``matmul``) as in :class:`QuantizedLinear`. Raises ValueError for what it does not know, for
+    weights that hold NaN or infinity, and for a model with quantised layers.
     """
     _known("format", format, DTYPES)
     _known("granularity", granularity, GRANULARITIES)
-    _known("include", include, ("all", "ffn"))
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    _known("include", include, ("all", "ffn", "all-ffn"))
+    if any(isinstance(module, _OneByte) for module in model.modules()):
         raise ValueError("the model holds quantised layers already")
-    for i, layer in enumerate(model.layers):
-        if isinstance(layer.feed_forward, MoE):
-            raise ValueError(f"layer {i} is a mixture of experts, whose stacked weights cannot be quantised here")
     # What deepcopy finds in its memo it does not copy: new parameters, in the memory of the old ones.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     new = copy.deepcopy(model, {**shared, **{id(b): b for b in model.buffers()}})
     last = len(new.layers) - 1
     for i, layer in enumerate(new.layers):
-        for name, linear in list(layer.named_modules()):
-            if not isinstance(linear, nn.Linear):
+        if include == "ffn" and i in (0, last):
+            continue
+        for name, module in list(layer.named_modules()):
+            if not isinstance(module, (nn.Linear, Experts)):
                 continue
-            if include == "ffn" and (i in (0, last) or not name.startswith("feed_forward.")):
+            if include != "all" and not name.startswith("feed_forward."):
                 continue
             owner, _, leaf = name.rpartition(".")
             try:
-                quantised = QuantizedLinear.from_linear(linear, format, granularity, block, **options)
+                quantised: _OneByte
+                if isinstance(module, Experts):
+                    quantised = QuantizedExperts.from_experts(module, format, granularity, block, **options)
+                else:
+                    quantised = QuantizedLinear.from_linear(module, format, granularity, block, **options)
             except ValueError as error:
                 raise ValueError(f"layer {i}, {name}: {error}") from None
             setattr(layer.get_submodule(owner), leaf, quantised)
+    return new
+
+
+#: What :func:`quantize_model` is asked for by a recipe that :func:`tokenbytoken.arithmetic.weight_bytes` counts.
+recipes: dict[str, dict[str, Any]] = {
+    "fp8-ffn": {"include": "ffn", "activations": "row", "activation_bound": 1200.0},
+    "fp8-block": {"granularity": "block", "activations": "tile"},
+    "int8": {"format": "int8"},
+    "int8-experts": {"format": "int8", "include": "all-ffn"},
+}
+
+
+def quantize_as(model: Decoder, recipe: str, **options: Any) -> Decoder:
+    """A decoder stored by a recipe of :func:`tokenbytoken.arithmetic.weight_bytes`; ``model`` is left as it is.
+
+    ``"fp8-ffn"`` is Llama 3.1's; ``"fp8-block"`` DeepSeek-V3's, with activations in tiles of 1 × 128 and router biases
+    in float32; ``"int8"`` and Jamba's ``"int8-experts"`` have a scale for each row and leave activations as they are.
+    What stays, stays in the dtype of ``model``: in a bfloat16 model :func:`stored_bytes` is what ``weight_bytes``
+    says, plus, for ``"int8-experts"``, the scales that it does not count. ``options``: what the recipe leaves open.
+    Raises ValueError for another recipe, and where :func:`quantize_model` does.
+    """
+    _known("recipe", recipe, recipes)
+    new = quantize_model(model, **recipes[recipe], **options)
+    if recipe == "fp8-block":
+        for module in new.modules():
+            if isinstance(module, Router) and module.selection_bias is not None:
+                module.selection_bias = nn.Parameter(module.selection_bias.to(torch.float32), requires_grad=False)
     return new
 
 
@@ -417,20 +538,111 @@ class INT8KVCache(QuantizedKVCache):
     format = "int8"
 
 
-#: The cache of each format.
+class QuantizedLatentCache(LatentCache):
+    """Latents of one layer in one byte a number, with one float32 scale for each token and 128 of them.
+
+    ``codes`` (B, max_length, R) and ``scales`` (B, max_length, ⌈R / 128⌉). The rotated key, ``rotary``
+    (B, max_length, rope), stays in the model's dtype: it is short, and its error would meet every score. In
+    DeepSeek-V3 that is 512 + 4 × 4 + 2 × 64 = 656 bytes for each token and layer, the layout of DeepSeek's FlashMLA.
+    """
+
+    format: ClassVar[str]
+
+    def __init__(self, codes: Tensor, scales: Tensor, rotary: Tensor) -> None:
+        self.codes, self.scales, self.rotary, self.rank = codes, scales, rotary, codes.shape[2]
+
+    @classmethod
+    def empty(
+        cls, config: LatentAttentionConfig, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> QuantizedLatentCache:
+        R, shape = config.kv_lora_rank, (batch_size, max_length)
+        codes = torch.zeros(*shape, R, dtype=DTYPES[cls.format], device=device)
+        scales = torch.ones(*shape, -(-R // BLOCK[1]), device=device)
+        return cls(codes, scales, torch.zeros(*shape, config.qk_rope_head_dim, dtype=dtype, device=device))
+
+    @property
+    def latent(self) -> Tensor:
+        """c_KV as it is read, expanded: (B, max_length, R)."""
+        return self._expanded(self.codes.shape[1])
+
+    @property
+    def rotary_key(self) -> Tensor:
+        """The rotated key that all heads share, (B, max_length, rope)."""
+        return self.rotary
+
+    def append(self, latent: Tensor, rotary_key: Tensor, start: int) -> Tensor:
+        """Write (B, T, R) and (B, T, rope) at ``start``; returns all held, expanded: (B, start + T, R + rope)."""
+        end = start + latent.shape[1]
+        tiles = quantize(latent, self.format, "tile")
+        self.codes[:, start:end] = tiles.values
+        self.scales[:, start:end] = tiles.scales.view(*latent.shape[:2], -1)
+        self.rotary[:, start:end] = rotary_key
+        return torch.cat((self._expanded(end), self.rotary[:, :end]), dim=-1)
+
+    def _expanded(self, end: int) -> Tensor:
+        held = QuantizedTensor(self.codes[:, :end], self.scales[:, :end], (1, min(BLOCK[1], self.rank)))
+        return held.dequantize(self.rotary.dtype)
+
+    def nbytes(self, length: int | None = None) -> int:
+        """Bytes allocated, or those of the first ``length`` tokens; scales included."""
+        tokens = self.codes.shape[1] if length is None else length
+        return tokens * sum(t[:, 0].numel() * t.element_size() for t in (self.codes, self.scales, self.rotary))
+
+    def gather(
+        self, rows: Sequence[int], start: int, end: int, max_length: int, shift: int = 0
+    ) -> QuantizedLatentCache:
+        """A new cache: tokens ``start`` … ``end`` of the chosen rows, placed at ``shift``."""
+        parts = []
+        for old in (self.codes, self.scales, self.rotary):
+            fresh = old.new_zeros(len(rows), max_length, old.shape[2])
+            fresh[:, shift : shift + end - start] = old[list(rows), start:end]
+            parts.append(fresh)
+        return type(self)(*parts)
+
+    @classmethod
+    def concat(cls, caches: Sequence[LatentCache]) -> QuantizedLatentCache:
+        """Caches of equal max_length, one under the other in the batch axis."""
+        return cls(*(torch.cat([getattr(c, name) for c in caches]) for name in ("codes", "scales", "rotary")))
+
+
+class E4M3LatentCache(QuantizedLatentCache):
+    """Latents in E4M3."""
+
+    format = "e4m3"
+
+
+class E5M2LatentCache(QuantizedLatentCache):
+    """Latents in E5M2."""
+
+    format = "e5m2"
+
+
+class INT8LatentCache(QuantizedLatentCache):
+    """Latents in INT8."""
+
+    format = "int8"
+
+
+#: The cache of each format, of keys and values and of latents.
 caches: dict[str, type[QuantizedKVCache]] = {c.format: c for c in (E4M3KVCache, E5M2KVCache, INT8KVCache)}
+latent_caches: dict[str, type[QuantizedLatentCache]] = {
+    c.format: c for c in (E4M3LatentCache, E5M2LatentCache, INT8LatentCache)
+}
 
 
 def quantize_cache(model: Decoder, format: str | None = "e4m3") -> Decoder:
-    """From now on the states of ``model`` keep keys and values in ``format``; None puts the model's own dtype back.
+    """From now on the states of ``model`` keep keys and values, or latents, in ``format``; None undoes it.
 
-    Changes ``model`` and returns it. States made before are refused by it. Raises ValueError for an unknown format
-    and for a model without attention layers.
+    The rotated keys beside latents and the states of Mamba stay as they are. Changes ``model`` and returns it. States
+    made before are refused by it. Raises ValueError for an unknown format and for a model without attention layers.
     """
     _known("format", format, (*DTYPES, None))
-    mixers = [module for module in model.modules() if isinstance(module, Attention)]
+    mixers = [module for module in model.modules() if isinstance(module, (Attention, LatentAttention))]
     if not mixers:
         raise ValueError("the model has no attention layers: there is no cache to quantise")
     for mixer in mixers:
-        mixer.cache_class = KVCache if format is None else caches[format]
+        if isinstance(mixer, LatentAttention):
+            mixer.cache_class = LatentCache if format is None else latent_caches[format]
+        else:
+            mixer.cache_class = KVCache if format is None else caches[format]
     return model

@@ -1,0 +1,114 @@
+"""Three forms of the selective scan against the clock: time by length, and by number of channels.
+
+    python book/experiments/scans.py             runs what is missing; writes scans.json beside it
+    python book/experiments/scans.py --again     forgets what was recorded
+
+One sequence, state size 16, float32, on the CPU or, if there is one, the GPU. Each case times the package's loop,
+chunked and associative scan in interleaved rounds, after they were shown equal, and keeps what was counted: calls, and
+the bytes that these read and write. What the machine needs for a call and for a byte is measured apart, with one
+operation on other sizes. The run can be interrupted at any case; "minutes" adds up the time of all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tokenbytoken as tbt
+from tokenbytoken.mamba import Scan, selective_scan
+
+RECORD = Path(__file__).resolve().with_suffix(".json")
+N = 16
+FORMS: tuple[Scan, ...] = ("loop", "chunked", "associative")
+LENGTHS, CHANNELS = (64, 256, 1024, 4096), (4, 16, 64, 256, 1024)
+GRID = [(T, 64) for T in LENGTHS] + [(T, 16) for T in (*LENGTHS, 16_384)] + [(1024, I) for I in CHANNELS]
+NUMBERS = (2**16, 2**19, 2**22, 2**24)  # in each operand, when bytes are timed
+
+
+def inputs(T: int, I: int, device: torch.device) -> list[Tensor]:
+    """x, Δ, A, B, C and the state before, as at the start of a training (Δ from 0.001 to 0.1, A from −1 to −16)."""
+    rng = np.random.default_rng(13)
+    x, B, C, h = (rng.standard_normal(shape) for shape in ((1, T, I), (1, T, N), (1, T, N), (1, I, N)))
+    delta = 10 ** rng.uniform(-3, -1, (1, T, I))
+    A = np.broadcast_to(-np.arange(1.0, N + 1), (I, N))
+    return [torch.tensor(array, dtype=torch.float32, device=device) for array in (x, delta, A, B, C, h)]
+
+
+def costs(device: torch.device) -> dict[str, Any]:
+    """Seconds of a call on a small slice, and bytes a second of large ones by the bytes that they touch."""
+    a, b, h = torch.ones(500, 48, device=device), torch.ones(500, 48, device=device), torch.ones(48, device=device)
+
+    def calls() -> None:
+        for a_t, b_t in zip(a, b, strict=True):
+            b_t.addcmul_(a_t, h)
+
+    rates = []
+    for numbers in NUMBERS:
+        x, y, z = torch.ones(3, numbers, device=device)
+        seconds = tbt.measure.timed(partial(x.addcmul_, y, z), repeats=9, device=device).median
+        rates.append([16 * numbers, float(f"{16 * numbers / seconds:.4g}")])  # three operands read, one written
+    call = tbt.measure.timed(calls, repeats=9, device=device).median / 500
+    return {"call": float(f"{call:.4g}"), "rate": rates}
+
+
+def case(T: int, I: int, device: torch.device, repeats: int = 3) -> dict[str, Any]:
+    """One cell of the grid: by form milliseconds (median and quartiles), calls, and bytes of traffic."""
+    arguments = inputs(T, I, device)
+    forms: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        form: partial(selective_scan, *arguments, scan=form) for form in FORMS
+    }
+    want = forms["loop"]()[0]
+    for form in forms.values():
+        assert torch.allclose(form()[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    counted = {form: tbt.measure.count(run) for form, run in forms.items()}
+    times = tbt.measure.interleaved(forms, repeats=repeats, warmup=0, device=device)
+    return {
+        form: {
+            "ms": [float(f"{1e3 * value:.4g}") for value in (t.median, t.low, t.high)],
+            "calls": counted[form].operations,
+            "traffic": counted[form].traffic,
+            "flops": counted[form].flops,
+            "busy": t.busy,
+        }
+        for form, t in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the scans of Mamba.")
+    parser.add_argument("--again", action="store_true", help="forget what was recorded")
+    again = parser.parse_args().again
+    device = tbt.measure.device()
+    kept: dict[str, Any] = {} if again or not RECORD.exists() else json.loads(RECORD.read_text(encoding="utf-8"))
+    kept = kept or {"machine": {}, "costs": {}, "minutes": 0.0, "cases": {}}
+    for T, I in GRID:
+        if f"{T}/{I}" in kept["cases"]:
+            continue
+        start = time.perf_counter()
+        with torch.inference_mode():
+            kept["costs"] = kept["costs"] or costs(device)
+            kept["cases"][f"{T}/{I}"] = result = case(T, I, device)
+        kept["machine"] = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "name": tbt.measure.machine(device).strip("⟨⟩").split(";")[0],
+            "torch": torch.__version__,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        }
+        kept["minutes"] = round(kept["minutes"] + (time.perf_counter() - start) / 60, 2)
+        RECORD.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        times = ", ".join(f"{form} {entry['ms'][0]:.4g} ms" for form, entry in result.items())
+        print(f"T = {T:6}, I = {I:5}: {times}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

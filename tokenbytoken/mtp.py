@@ -1,0 +1,130 @@
+"""Multi-token prediction: DeepSeek-V3's module that looks one token further (arXiv 2412.19437, section 2.2).
+
+From the tokens up to i the model makes h_i, and its head predicts token i + 1. The module joins h_i with the embedding
+of token i + 1, sends the result through one more layer, and the same head predicts token i + 2:
+
+    x_i = W [norm(embed(t_{i+1})); norm(h_i)]        equation 21
+    logits of t_{i+2} = head(norm(layer(x_i)))       equations 22 and 23
+
+It was trained beside the model, for a better model. Generation can do without it, or use it as a draft for
+:func:`~tokenbytoken.generate.speculate`.
+
+Two things the paper does not settle are taken from those who run the released weights (vLLM and SGLang). The columns of
+W that meet the embedding come first, although equation 21 writes the hidden state first. And h_i is what the model's
+head multiplies, after the final norm; likewise the module's own output when it is fed back for a further guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._numbers import whole
+from .checkpoint import Stored, _fill, _open_directory, find, usable_device
+from .config import DecoderConfig
+from .decoder import Decoder, DecoderState, Layer, Pass, _SkipMetaInit
+from .generate import Choose, Guess, Propose
+from .norm import RMSNorm
+
+__all__ = ["MTP", "load_mtp"]
+
+
+class MTP(nn.Module):
+    """hidden (B, T, M), embedded (B, T, M) → (B, T, M), for the model's head: what it predicts is two tokens ahead.
+
+    ``hidden`` is ``model.norm(model(tokens, logits="none"))``, ``embedded`` the embedding of the tokens one further.
+    Only what is the module's own is held here; embedding and head are the model's. With a state, positions continue
+    what it holds. Raises ValueError for a config without such a module.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        if config.mtp_layers != 1:
+            raise ValueError(f"one multi-token-prediction module can be built, the config asks for {config.mtp_layers}")
+        self.config = config
+        M, eps = config.hidden_size, config.norm_eps
+        with _SkipMetaInit():
+            self.enorm = RMSNorm(M, eps=eps)
+            self.hnorm = RMSNorm(M, eps=eps)
+            self.eh_proj = nn.Linear(2 * M, M, bias=False)
+            self.layer = Layer(config.layers[-1], M, eps)
+            self.norm = RMSNorm(M, eps=eps)
+
+    def new_state(self, batch_size: int, max_length: int) -> DecoderState:
+        """An empty state for the module's one layer."""
+        batch_size, max_length = whole("batch_size", batch_size), whole("max_length", max_length)
+        weight = self.eh_proj.weight
+        mixer: Any = self.layer.mixer
+        cache = mixer.new_state(batch_size, max_length, weight.dtype, weight.device)
+        padding = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        return DecoderState((MTP, mixer.config, weight.dtype), [cache], max_length, padding)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, state: DecoderState | None = None) -> Tensor:
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        step = Pass(x[..., 0], 0 if state is None else state.length, None, x.dtype)
+        x = self.layer(x, step, None if state is None else state.layers[0])
+        if state is not None:
+            state.length += x.shape[1]
+        return self.norm(x)
+
+    def start(self, model: Decoder, max_length: int) -> Propose:
+        """As a draft, see :class:`~tokenbytoken.generate.Draft`: one guess from the model's last hidden state.
+
+        Further guesses feed the module's output back, which it was not trained for.
+        """
+        own, target = self.config.hidden_size, model.config.hidden_size
+        if own != target:
+            raise ValueError(f"the module works on {own} hidden numbers, the model on {target}")
+        state = self.new_state(1, max_length)
+        mark = state.mark()
+
+        def push(hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+            embedded = model.embed(torch.tensor([tokens], device=hidden.device))
+            return self(hidden, embedded, state)[:, -1:]  # (1, 1, M)
+
+        def propose(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
+            nonlocal mark
+            state.rewind(mark)  # behind what was pushed for further guesses
+            new = tokens[state.length + 1 :]  # position i joins hidden state i and token i + 1
+            hidden = push(hidden[:, -len(new) :], new)
+            mark = state.mark()
+            guesses = [choose(model.head(hidden[:, 0]))]
+            while len(guesses) < count:
+                hidden = push(hidden, [guesses[-1].token])
+                guesses.append(choose(model.head(hidden[:, 0])))
+            return guesses
+
+        return propose
+
+
+def load_mtp(source: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> MTP:
+    """The module with the weights that a Hugging Face directory stores behind its last layer, ready to run.
+
+    Its copies of embedding and head are left out: they are the model's. Raises ValueError as
+    :func:`~tokenbytoken.checkpoint.load` does, and for a model without such a module.
+    """
+    path = find(source)
+    if not path.is_dir():
+        raise ValueError(f"{path.name} is not a directory: only such checkpoints hold a multi-token-prediction module")
+    config, tensors = _open_directory(path, mtp=True)
+    with torch.device("meta"):
+        module = MTP(config)
+    return _fill(module, _own_names(tensors), dtype, usable_device(device)).eval()
+
+
+def _own_names(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    for name, stored in tensors:
+        name = re.sub(r"^(model\.)?layers\.\d+\.", "", name)
+        if name in ("embed_tokens.weight", "shared_head.head.weight"):
+            continue
+        if name.startswith("shared_head.norm."):
+            yield name.removeprefix("shared_head."), stored
+        elif name.startswith(("enorm.", "hnorm.", "eh_proj.")):
+            yield name, stored
+        else:
+            yield "layer." + name, stored
