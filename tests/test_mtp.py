@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import T_DSV3, assert_close, assert_differs, deepseek_v3, llama, ours, random_tokens, redraw
+from families import T_DSV3, T_JAMBA, assert_close, assert_differs, deepseek_v3, llama, ours, random_tokens, redraw
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -162,9 +163,8 @@ def test_its_own_cache_continues_it(setup: Setup, chunks: list[int]) -> None:
 # --- as a draft -----------------------------------------------------------------------------------------
 
 
-def guesses_from_scratch(setup: Setup, tokens: Sequence[int], count: int) -> list[int]:
+def guesses_from_scratch(model: tbt.Decoder, mtp: MTP, tokens: Sequence[int], count: int) -> list[int]:
     """One pass over everything for each guess, without any state."""
-    model, mtp = setup.model, setup.mtp
     hidden = model.norm(model(torch.tensor([tokens]), logits="none"))[:, :-1]
     text = list(tokens)
     for _ in range(count):
@@ -193,12 +193,20 @@ class Replaced:
         return propose
 
 
-@pytest.mark.parametrize("num_draft", [1, 3])
-def test_guesses_after_any_acceptance_are_those_of_a_pass_over_everything(setup: Setup, num_draft: int) -> None:
+@pytest.mark.parametrize(("family", "num_draft"), [("deepseek", 1), ("deepseek", 3), ("jamba", 1), ("jamba", 3)])
+def test_guesses_after_any_acceptance_are_those_of_a_pass_over_everything(
+    setup: Setup, family: str, num_draft: int
+) -> None:
+    model, mtp = setup.model, setup.mtp
+    if family == "jamba":  # of no published model: both states are recurrent, and are copied at marks
+        mamba = tbt.DecoderConfig.from_hf({"model_type": "jamba", **T_JAMBA})
+        config = dataclasses.replace(mamba, layers=mamba.layers[:3], mtp_layers=1)
+        model, mtp = redraw(tbt.Decoder(config)), redraw(MTP(config))
+        assert isinstance(config.layers[-1].mixer, tbt.MambaConfig)
     prompt = random_tokens(1, 6)[0].tolist()
-    answer = prompt + tbt.generate(setup.model, prompt, 20)
-    draft = Replaced(setup.mtp, answer, lambda tokens, count: guesses_from_scratch(setup, tokens, count))
-    got = tbt.speculate(setup.model, prompt, 20, draft=draft, num_draft=num_draft)
+    answer = prompt + tbt.generate(model, prompt, 20)
+    draft = Replaced(mtp, answer, lambda tokens, count: guesses_from_scratch(model, mtp, tokens, count))
+    got = tbt.speculate(model, prompt, 20, draft=draft, num_draft=num_draft)
     assert prompt + got.tokens == answer
     assert {r.accepted for r in got.rounds if r.proposed == num_draft} == set(range(num_draft + 1))
 

@@ -302,21 +302,22 @@ def test_caches_are_never_copied_and_recurrent_states_once_a_pass(
     assert (recurrent > 0) == any(isinstance(layer.mixer, tbt.MambaConfig) for layer in model.config.layers)
 
 
-def test_a_rejection_costs_no_pass(model: tbt.Decoder) -> None:
-    """Also where the accepted tokens must be pushed again: they go along with the next guesses."""
+def test_a_rejection_costs_no_pass_of_its_own(model: tbt.Decoder) -> None:
+    """Also where accepted tokens must be pushed again: they go along with the next guesses, and never pile up."""
     prompt = prompt_of(4)
-    answer = prompt + tbt.generate(model, prompt, 21)
+    answer = prompt + tbt.generate(model, prompt, 30)
     pushed: list[int] = []
     hook = model.register_forward_pre_hook(lambda module, arguments: pushed.append(arguments[0].shape[1]))
     try:
-        got = tbt.speculate(model, prompt, 21, draft=Oracle(answer, 2), num_draft=3)  # a wrong guess in each round
+        got = tbt.speculate(model, prompt, 30, draft=Oracle(answer, 2), num_draft=3)  # a wrong guess in each round
     finally:
         hook.remove()
-    assert len(pushed) == got.passes < 21
-    assert all(length == 4 for length in pushed[1:-1]) == (
-        not any(isinstance(layer.mixer, tbt.mamba.Mamba) for layer in model.layers)
-    )
-    assert max(pushed[1:]) <= 2 * (3 + 1)
+    assert len(pushed) == got.passes < 30
+    if any(isinstance(layer.mixer, tbt.mamba.Mamba) for layer in model.layers):
+        assert 4 < max(pushed[1:]) <= 2 * 3 + 1
+        assert Round(0, 0) in got.rounds[1:-1]  # a pass without guesses, to catch up
+    else:
+        assert pushed == [4, *(1 + r.proposed for r in got.rounds[1:])]  # the newest token and the guesses
 
 
 # --- where a run ends -----------------------------------------------------------------------------------
@@ -482,8 +483,8 @@ def test_caches_are_cut_anywhere_and_recurrent_states_return_to_the_mark(model: 
 FALSE_ALARM = (
     1e-3  # how often chance alone would fail one of these tests; seeds are fixed, so each fails always or never
 )
-SEQUENCES = 300
-SETTINGS: dict[str, Any] = {"temperature": 1.1, "top_k": 3, "top_p": 0.95}
+SEQUENCES = 200
+SETTINGS: dict[str, Any] = {"temperature": 1.5, "top_k": 2, "top_p": 0.9}
 PROMPT = [3, 0, 2]
 
 
@@ -543,7 +544,7 @@ def test_the_limit_is_that_of_the_tables() -> None:
 def test_sampled_sequences_have_the_exact_probabilities(kind: str) -> None:
     model = tiny(1, layers=2)
     draft = {
-        "model": tiny(2),
+        "model": tiny(7),
         "lookup": tbt.PromptLookup(),
         "first layer": tbt.first_layers(model, 1),
     }[kind]
@@ -559,7 +560,7 @@ def unfiltered(draft: tbt.Decoder) -> Any:
 
             def wrong(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
                 def reports(logits: Tensor) -> Guess:
-                    return Guess(choose(logits).token, distribution(logits, 1.1)[0])
+                    return Guess(choose(logits).token, distribution(logits, 1.5)[0])
 
                 return propose(tokens, count, reports, hidden)
 
@@ -572,7 +573,7 @@ def unfiltered(draft: tbt.Decoder) -> Any:
     "wrong", ["draw again from p", "accept always", "q without its filter", "p without its filter"]
 )
 def test_wrong_rules_are_caught_by_the_same_test(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, draft = tiny(1, layers=2), tiny(2)
+    model, draft = tiny(1, layers=2), tiny(7)
     module = importlib.import_module("tokenbytoken.generate")
     if wrong == "draw again from p":
         monkeypatch.setattr(module, "residual", lambda p, q: p)

@@ -489,10 +489,12 @@ def speculate(
     """Continue one prompt as :func:`generate` does, with up to ``num_draft`` guesses of ``draft`` in each pass.
 
     Greedy tokens are those of ``generate``; sampled ones have the same distribution, though the same ``seed`` gives
-    others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings. After a
-    rejection caches are cut back, while a recurrent state returns to a copy made before the pass, and the tokens that
-    stood are pushed once more, along with the next guesses. Raises ValueError, before computing anything, for what
-    ``generate`` refuses, for ``num_draft`` below 1 and for a draft that does not fit the model.
+    others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings.
+
+    After a rejection caches are cut back. A recurrent state returns to a copy made before the pass instead, and the
+    tokens that stood are pushed once more, along with the next guesses; where rejections in a row leave more than
+    ``num_draft`` + 1 such tokens, one pass goes without guesses. Raises ValueError, before computing anything, for
+    what ``generate`` refuses, for ``num_draft`` below 1 and for a draft that does not fit the model.
     """
     tokens = _ids(prompt.tolist() if hasattr(prompt, "tolist") else prompt, "the prompt")
     _check_prompts(model, [tokens])
@@ -525,7 +527,10 @@ def speculate(
     rounds: list[Round] = []
     while (left := first + max_new_tokens - len(tokens)) > 0:
         wanted = min(num_draft, left - 1)  # the pass itself gives one more
-        guesses = propose(tokens, wanted, choose, hidden)[:wanted] if wanted and hidden is not None else []
+        caught_up = len(tokens) - state.length <= num_draft + 1  # a recurrent state may have fallen behind
+        guesses: list[Guess] = []
+        if wanted and caught_up and hidden is not None:  # there are hidden states after the prompt's pass
+            guesses = propose(tokens, wanted, choose, hidden)[:wanted]
         proposed = [guess.token for guess in guesses]
         mark = state.mark()
         pushed = torch.tensor([tokens[state.length :] + proposed], device=device)

@@ -5,7 +5,7 @@
 
 One sequence, state size 16, float32, on the CPU or, if there is one, the GPU. Each case times the package's loop,
 chunked and associative scan in interleaved rounds, after they were shown equal, and keeps what was counted: calls, and
-the bytes that these read and write. What the machine needs for a call and for a byte is measured apart, with one
+the bytes that these read and write. What the machine needs for a call, an exponential and a byte is measured apart, with one
 operation on other sizes. The run can be interrupted at any case; "minutes" adds up the time of all runs.
 """
 
@@ -45,8 +45,8 @@ def inputs(T: int, I: int, device: torch.device) -> list[Tensor]:
 
 
 def costs(device: torch.device) -> dict[str, Any]:
-    """Seconds of a call on a small slice, and bytes a second of large ones by the bytes that they touch."""
-    a, b, h = torch.ones(500, 48, device=device), torch.ones(500, 48, device=device), torch.ones(48, device=device)
+    """Seconds of a call on a small slice and of one exponential, and bytes a second by the bytes that are touched."""
+    a, b, h = torch.ones(100, 48, device=device), torch.ones(100, 48, device=device), torch.ones(48, device=device)
 
     def calls() -> None:
         for a_t, b_t in zip(a, b, strict=True):
@@ -57,11 +57,13 @@ def costs(device: torch.device) -> dict[str, Any]:
         x, y, z = torch.ones(3, numbers, device=device)
         seconds = tbt.measure.timed(partial(x.addcmul_, y, z), repeats=9, device=device).median
         rates.append([16 * numbers, float(f"{16 * numbers / seconds:.4g}")])  # three operands read, one written
-    call = tbt.measure.timed(calls, repeats=9, device=device).median / 500
-    return {"call": float(f"{call:.4g}"), "rate": rates}
+    call = tbt.measure.timed(calls, repeats=31, device=device).median / 100
+    z = torch.full((2**16,), -0.5, device=device)
+    exponential = tbt.measure.timed(z.exp, repeats=31, device=device).median / 2**16
+    return {"call": float(f"{call:.4g}"), "exponential": float(f"{exponential:.4g}"), "rate": rates}
 
 
-def case(T: int, I: int, device: torch.device, repeats: int = 3) -> dict[str, Any]:
+def case(T: int, I: int, device: torch.device) -> dict[str, Any]:
     """One cell of the grid: by form milliseconds (median and quartiles), calls, and bytes of traffic."""
     arguments = inputs(T, I, device)
     forms: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
@@ -71,6 +73,7 @@ def case(T: int, I: int, device: torch.device, repeats: int = 3) -> dict[str, An
     for form in forms.values():
         assert torch.allclose(form()[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     counted = {form: tbt.measure.count(run) for form, run in forms.items()}
+    repeats = 15 if T * I <= 2**16 else 5 if T * I <= 2**18 else 3
     times = tbt.measure.interleaved(forms, repeats=repeats, warmup=0, device=device)
     return {
         form: {
