@@ -34,7 +34,7 @@ def fresh(target: tbt.Decoder) -> MTP:
     """A module with random weights of variance 1 / fan-in."""
     torch.manual_seed(0)
     module = MTP(replace(target.config, mtp_layers=1))
-    for name, weight in module.named_parameters():
+    for weight in module.parameters():
         if weight.dim() > 1:
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     return module

@@ -5,8 +5,8 @@
 
 One sequence, state size 16, float32, on the CPU or, if there is one, the GPU. Each case times the package's loop,
 chunked and associative scan in interleaved rounds, after they were shown equal, and keeps what was counted: calls, and
-the bytes that these read and write. What the machine needs for a call, an exponential and a byte is measured apart, with one
-operation on other sizes. The run can be interrupted at any case; "minutes" adds up the time of all runs.
+the bytes that these read and write. What the machine needs for a call, an exponential and a byte is measured apart,
+with one operation on other sizes. The run can be interrupted at any case; "minutes" adds up the time of all runs.
 """
 
 from __future__ import annotations
