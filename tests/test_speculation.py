@@ -443,6 +443,10 @@ def test_bad_input_is_one_clear_error_before_anything_is_computed(
                 tbt.speculate(model, **{**good, **change})
     finally:
         hook.remove()
+    shared = tbt.first_layers(model, 1)
+    shared.agree = lambda chosen: chosen  # as under tensor parallelism
+    with pytest.raises(ValueError, match="runs in one process"):
+        tbt.speculate(shared, **good)
     for arguments in ({"shortest": 0}, {"longest": 0}, {"longest": 1, "shortest": 2}, {"longest": 1.5}):
         with pytest.raises(ValueError, match=r"longest|shortest"):
             tbt.PromptLookup(**arguments)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from . import latent_attention as latent_attention
     from . import mamba as mamba
     from . import measure as measure
+    from . import mtp as mtp
     from . import norm as norm
     from . import parallel as parallel
     from . import plot as plot
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 
 _MODULES = (
     "arithmetic", "attention", "check", "checkpoint", "config", "decoder", "feed_forward", "hardware",
-    "latent_attention", "mamba", "measure", "norm", "parallel", "plot", "quantize", "rope", "serving",
+    "latent_attention", "mamba", "measure", "mtp", "norm", "parallel", "plot", "quantize", "rope", "serving",
 )  # fmt: skip
 _NAMES = {
     "config": (

@@ -496,7 +496,7 @@ def speculate(
     ``num_draft`` + 1 such tokens, one pass goes without guesses. Raises ValueError, before computing anything, for
     what ``generate`` refuses, for ``num_draft`` below 1 and for a draft that does not fit the model.
     """
-    tokens = _ids(prompt.tolist() if hasattr(prompt, "tolist") else prompt, "the prompt")
+    tokens = _ids(prompt, "the prompt")
     _check_prompts(model, [tokens])
     _check_sampling(temperature, top_k, top_p)
     eos_ids = _ids(eos_ids, "eos_ids")
