@@ -9,9 +9,10 @@ of token i + 1, sends the result through one more layer, and the same head predi
 It was trained beside the model, for a better model. Generation can do without it, or use it as a draft for
 :func:`~tokenbytoken.generate.speculate`.
 
-Two things the paper does not settle are taken from those who run the released weights (vLLM and SGLang). The columns of
-W that meet the embedding come first, although equation 21 writes the hidden state first. And h_i is what the model's
-head multiplies, after the final norm; likewise the module's own output when it is fed back for a further guess.
+Two things the paper leaves open are settled here by those who run the released weights. The columns of W that meet the
+embedding come first, as vLLM and SGLang concatenate them, although equation 21 writes the hidden state first. And h_i
+is what the model's head multiplies, after the final norm; so is the module's own output where it is fed back for a
+further guess, on which published implementations differ.
 """
 
 from __future__ import annotations
