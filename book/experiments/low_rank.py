@@ -12,10 +12,11 @@ and rotated at each step. B A may be the best approximation
 - ``outputs``  of the keys and values that it makes of a text: their principal components;
 - ``balanced`` of the same, with keys and values first divided by their sizes, so that an error of either counts alike.
 
-Beside them, at the bytes of two heads and of one: heads ``merged`` into their mean, and heads ``dropped`` together
-with their three query heads. In each layer those are chosen whose loss is least on the same text. That text is this
-book's prose; perplexity is that of the first 512 tokens of the passage. The model is a 4-bit file, so every figure is
-damage that is added to an already 4-bit model. The run can be interrupted at any case; "minutes" adds up all runs.
+Beside them, at the bytes of two heads and of one: heads ``merged`` into their mean, in each layer those whose loss is
+least on the same text, and heads ``dropped`` together with their three query heads, those whose W_o W_v is least. The
+text is this book's prose; perplexity is that of the first 512 tokens of the passage. The model is a 4-bit file, so
+every figure is damage that is added to an already 4-bit model. The run can be interrupted at any case; "minutes" adds
+up all runs.
 """
 
 from __future__ import annotations
