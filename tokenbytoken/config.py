@@ -212,6 +212,11 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "experts_per_token", "intermediate_size", "num_groups", "groups_kept")
+        whole("MoEConfig.shared_intermediate_size", self.shared_intermediate_size, 0)
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring must be 'softmax' or 'sigmoid', not {self.scoring!r}")
+        if self.group_score not in ("max", "top2_sum"):
+            raise ValueError(f"group_score must be 'max' or 'top2_sum', not {self.group_score!r}")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_experts ({self.num_experts}) must be a multiple of num_groups ({self.num_groups})")
         if self.groups_kept > self.num_groups:

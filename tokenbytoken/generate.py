@@ -95,12 +95,12 @@ def _likeliest(logits: Tensor, temperature: float, top_k: int | None, top_p: flo
     # A stable sort keeps the lowest index first among equals, so that cuts at a tie agree with greedy choice.
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
-        sorted_logits[:, top_k:] = -torch.inf
+        sorted_logits[..., top_k:] = -torch.inf
     probabilities = sorted_logits.softmax(-1)
     if top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
         beyond = before >= top_p
-        beyond[:, 0] = False  # the likeliest token stays, however small top_p is
+        beyond[..., 0] = False  # the likeliest token stays, however small top_p is
         probabilities = probabilities.masked_fill(beyond, 0)
     return probabilities, order
 
@@ -127,8 +127,11 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float) -> None
 def _ids(tokens: Any, what: str) -> list[int]:
     """Token ids as plain integers, from any collection of them."""
     try:
-        return [index(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)]
-    except TypeError:
+        plain = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+        if any(isinstance(token, bool) for token in plain):  # a mask, perhaps
+            raise TypeError
+        return [index(token) for token in plain]
+    except (TypeError, RuntimeError):  # torch raises a RuntimeError for a tensor without numbers
         raise ValueError(f"{what} must be a collection of token ids, not {tokens!r}") from None
 
 
@@ -314,7 +317,14 @@ def verify(p: Tensor, q: Tensor, proposed: Sequence[int], generator: torch.Gener
 
     The first that is rejected ends the run and is replaced by a draw from the :func:`residual`; if none is, the
     target's last distribution gives one token more. Greedy choice is the case of distributions with all on one token.
+    Raises ValueError for distributions that do not go with the tokens.
     """
+    proposed = _ids(proposed, "proposed")
+    n, V = len(proposed), p.shape[-1]
+    if p.shape != (n + 1, V) or q.shape != (n, V):
+        raise ValueError(f"{n} proposed tokens need p ({n + 1}, V) and q ({n}, V): {tuple(p.shape)}, {tuple(q.shape)}")
+    if not all(0 <= token < V for token in proposed):
+        raise ValueError(f"proposed tokens {proposed} must lie within the vocabulary of {V}")
     tokens = torch.tensor(proposed, dtype=torch.int64, device=p.device)
     accepted = int(accepts(p[:-1], q, tokens, generator).long().cumprod(0).sum())
     follows = p[-1] if accepted == len(proposed) else residual(p[accepted], q[accepted])
@@ -391,6 +401,10 @@ class DraftModel:
     """Guesses of a smaller model over the same vocabulary, or of the target's own :func:`first_layers`."""
 
     model: Decoder
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, Decoder):
+            raise ValueError(f"a draft model must be a Decoder, not {self.model!r}")
 
     def start(self, model: Decoder, max_length: int) -> Propose:
         """See :class:`Draft`."""
@@ -488,8 +502,8 @@ def speculate(
 ) -> Speculation:
     """Continue one prompt as :func:`generate` does, with up to ``num_draft`` guesses of ``draft`` in each pass.
 
-    Greedy tokens are those of ``generate``; sampled ones have the same distribution, though the same ``seed`` gives
-    others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings.
+    Greedy tokens are those of ``generate`` (in half precision up to near ties: a pass of several tokens may round
+    otherwise than one of each); sampled ones have the same distribution, though the same ``seed`` gives others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings.
 
     After a rejection caches are cut back. A recurrent state returns to a copy made before the pass instead, and the
     tokens that stood are pushed once more, along with the next guesses; where rejections in a row leave more than
@@ -509,10 +523,10 @@ def speculate(
         raise ValueError("speculation runs in one process: this model is shared among several")
     if isinstance(draft, Decoder):
         draft = DraftModel(draft)
-    if not hasattr(draft, "start"):
+    if isinstance(draft, type) or not hasattr(draft, "start"):
         raise ValueError(f"draft must be a Draft or a Decoder, not {draft!r}")
-    propose = draft.start(model, length)
     state = model.new_state(1, length)
+    propose = draft.start(model, length)
     device = model.embed.weight.device
     [generator] = _generators(seed, 1, device)
 

@@ -40,7 +40,8 @@ class MTP(nn.Module):
 
     ``hidden`` is ``model.norm(model(tokens, logits="none"))``, ``embedded`` the embedding of the tokens one further.
     Only what is the module's own is held here; embedding and head are the model's. With a state, positions continue
-    what it holds. Raises ValueError for a config without such a module.
+    what it holds. Raises ValueError for a config without such a module; and in a pass, before the state is touched,
+    for other shapes or another dtype, for the state of something else, and for more positions than fit.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -63,9 +64,32 @@ class MTP(nn.Module):
         mixer: Any = self.layer.mixer
         cache = mixer.new_state(batch_size, max_length, weight.dtype, weight.device)
         padding = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
-        return DecoderState((MTP, mixer.config, weight.dtype), [cache], max_length, padding)
+        return DecoderState(self.kind, [cache], max_length, padding)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a state must have in common with this module, as in :class:`~tokenbytoken.decoder.Decoder`."""
+        mixer: Any = self.layer.mixer
+        return MTP, mixer.config, self.eh_proj.weight.dtype, getattr(mixer, "cache_class", None)
+
+    def _check(self, hidden: Tensor, embedded: Tensor, state: DecoderState | None) -> None:
+        M, dtype = self.config.hidden_size, self.eh_proj.weight.dtype
+        if hidden.dim() != 3 or hidden.shape != embedded.shape or hidden.shape[-1] != M or not hidden.numel():
+            raise ValueError(f"both must be (B, T, {M}), not {tuple(hidden.shape)} and {tuple(embedded.shape)}")
+        if not hidden.dtype == embedded.dtype == dtype:
+            raise ValueError(f"both must be {dtype}, as the module is, not {hidden.dtype} and {embedded.dtype}")
+        if state is None:
+            return
+        B, T, _ = hidden.shape
+        if state.kind != self.kind or state.batch_size != B:
+            raise ValueError(f"the state was made for another module, or for other than {B} rows")
+        if state.length + T > state.max_length:
+            raise ValueError(
+                f"{T} more positions do not fit: the state holds {state.length} of at most {state.max_length}"
+            )
 
     def forward(self, hidden: Tensor, embedded: Tensor, state: DecoderState | None = None) -> Tensor:
+        self._check(hidden, embedded, state)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         step = Pass(x[..., 0], 0 if state is None else state.length, None, x.dtype)
         x = self.layer(x, step, None if state is None else state.layers[0])
@@ -81,6 +105,8 @@ class MTP(nn.Module):
         own, target = self.config.hidden_size, model.config.hidden_size
         if own != target:
             raise ValueError(f"the module works on {own} hidden numbers, the model on {target}")
+        if self.eh_proj.weight.dtype != model.embed.weight.dtype:
+            raise ValueError(f"the module is {self.eh_proj.weight.dtype}, the model {model.embed.weight.dtype}")
         state = self.new_state(1, max_length)
         mark = state.mark()
 
