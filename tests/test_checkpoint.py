@@ -125,6 +125,11 @@ def test_dtype_and_gradients(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
     assert not model.training
+    for bad in ("float32", torch.int8, torch.float8_e4m3fn, None):
+        with pytest.raises(ValueError, match=r"dtype must be torch\.float32, float64, bfloat16 or float16, not"):
+            tbt.load(tmp_path, bad)
+    with pytest.raises(ValueError, match="source must be a name or a path, not None"):
+        tbt.load(None)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_that_stores_the_tied_head_loads(tmp_path: Path) -> None:

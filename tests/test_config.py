@@ -207,6 +207,16 @@ def test_integers_of_numpy_become_plain_ones() -> None:
         SwiGLUConfig(intermediate_size=True)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("scoring", "Sigmoid"), ("group_score", "top2"), ("shared_intermediate_size", -1), ("num_groups", 3)],
+)
+def test_a_mixture_that_nobody_meant_is_refused_by_name(field: str, value: Any) -> None:
+    sizes = {"num_experts": 8, "experts_per_token": 2, "intermediate_size": 4}
+    with pytest.raises(ValueError, match=field):
+        MoEConfig(**{**sizes, field: value})
+
+
 def test_importing_configs_needs_no_torch() -> None:
     import subprocess
     import sys

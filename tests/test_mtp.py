@@ -281,12 +281,45 @@ def test_what_cannot_be_read_is_named(setup: Setup, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the config asks for 0"):
         load_mtp(tmp_path)
-    for source, message in (("smollm2-135m", "is not a directory"), ("nowhere", "neither one of")):
+    for source, message in (("smollm2-135m", "is not a directory"), ("nowhere", "neither one of"), (None, "source must be")):
         with pytest.raises(ValueError, match=message):
-            load_mtp(source)
+            load_mtp(source)  # type: ignore[arg-type]
 
 
 def test_a_model_of_another_width_is_refused(setup: Setup, tmp_path: Path) -> None:
     other = ours(llama(), tmp_path)
     with pytest.raises(ValueError, match="works on 48 hidden numbers, the model on 64"):
         tbt.speculate(other, [1, 2], 4, draft=setup.mtp)
+
+
+def test_a_module_of_another_dtype_is_refused_before_anything_is_computed(setup: Setup) -> None:
+    half = load_mtp(setup.folder, torch.bfloat16)
+    hook = setup.model.register_forward_pre_hook(lambda module, inputs: pytest.fail("a pass was made"))
+    try:
+        with pytest.raises(ValueError, match=r"the module is torch\.bfloat16, the model torch\.float32"):
+            tbt.speculate(setup.model, [1, 2], 4, draft=half)
+    finally:
+        hook.remove()
+
+
+def test_a_pass_that_cannot_be_is_refused_and_leaves_the_state_as_it_was(setup: Setup) -> None:
+    x = torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(0))
+    full, fresh = setup.mtp.new_state(2, 4), setup.mtp.new_state(2, 9)
+    want = setup.mtp(x, x, full)
+    held = full.layers[0].entries.clone()
+    for hidden, embedded, state, message in (
+        (x[:, :1], x[:, :1], full, "1 more positions do not fit: the state holds 4 of at most 4"),
+        (x, x[:, :3], None, r"both must be \(B, T, 48\)"),
+        (x[..., :40], x[..., :40], None, r"both must be \(B, T, 48\)"),
+        (x[:, :0], x[:, :0], None, r"both must be \(B, T, 48\)"),
+        (x.double(), x.double(), None, r"both must be torch\.float32"),
+        (x[:1], x[:1], fresh, "for other than 1 rows"),
+        (x, x, setup.model.new_state(2, 9), "made for another module"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setup.mtp(hidden, embedded, state)
+    assert full.length == 4
+    assert torch.equal(full.layers[0].entries, held)
+    assert fresh.length == 0
+    assert not fresh.layers[0].entries.any()
+    assert torch.equal(setup.mtp(x, x, fresh), want)

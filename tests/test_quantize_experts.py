@@ -503,6 +503,8 @@ def test_what_a_recipe_cannot_do_is_refused_by_name() -> None:
     for recipe in ("bf16", "fp8-all", "int4"):
         with pytest.raises(ValueError, match=f"unknown recipe '{recipe}': one of fp8-ffn, fp8-block, int8"):
             tbt.quantize_as(model, recipe)
+    with pytest.raises(ValueError, match=r"unknown recipe \['int8'\]"):
+        tbt.quantize_as(model, ["int8"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="activations"):
         tbt.quantize_as(model, "fp8-block", activations=None)
     q = tbt.quantize_as(model, "int8-experts")

@@ -427,6 +427,10 @@ def test_bad_input_is_one_clear_error_before_anything_is_computed(
             ({"draft": other}, "the draft has a vocabulary of 98 tokens, the model one of 97"),
             ({"draft": tbt.DraftModel(other)}, "the draft has a vocabulary of 98"),
             ({"draft": "lookup"}, "draft must be a Draft or a Decoder, not 'lookup'"),
+            ({"draft": tbt.PromptLookup}, "draft must be a Draft or a Decoder, not <class"),  # its parentheses forgotten
+            ({"prompt": torch.tensor([True, False])}, "the prompt must be a collection of token ids"),
+            ({"prompt": torch.empty(3, dtype=torch.int64, device="meta")}, "the prompt must be a collection"),
+            ({"max_new_tokens": 2**61}, "no memory for a state"),
             ({"max_length": 7}, "3 of the prompt . 5 new tokens = 8 exceed max_length 7"),
             ({"prompt": []}, "the prompt is empty"),
             ({"prompt": [1, 97]}, "token id 97 is outside the vocabulary of 97"),
@@ -450,6 +454,29 @@ def test_bad_input_is_one_clear_error_before_anything_is_computed(
     for arguments in ({"shortest": 0}, {"longest": 0}, {"longest": 1, "shortest": 2}, {"longest": 1.5}):
         with pytest.raises(ValueError, match=r"longest|shortest"):
             tbt.PromptLookup(**arguments)
+    with pytest.raises(ValueError, match="a draft model must be a Decoder, not None"):
+        tbt.DraftModel(None)  # type: ignore[arg-type]
+
+
+def test_distributions_that_do_not_go_with_the_tokens_are_refused() -> None:
+    even = torch.full((5, 4), 0.25)
+    for p, q, proposed, message in (
+        (even[:2], even[:2], [1, 2], r"2 proposed tokens need p \(3, V\) and q \(2, V\): \(2, 4\), \(2, 4\)"),
+        (even, even[:2], [1, 2], "2 proposed tokens need"),  # not the last row that happens to be there
+        (even[:3], even[:2, :3], [1, 2], "2 proposed tokens need"),
+        (even[:3], even[:2], [1, 4], "must lie within the vocabulary of 4"),
+        (even[:3], even[:2], [1.5, 2], "proposed must be a collection of token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify(p, q, proposed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.6}])
+def test_a_distribution_is_that_of_each_row_whatever_axes_stand_before_it(settings: dict[str, Any]) -> None:
+    logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
+    got = distribution(logits, 1.0, **settings)
+    assert torch.equal(got.flatten(0, 1), distribution(logits.flatten(0, 1), 1.0, **settings))
+    assert torch.equal(got[1, 2], distribution(logits[1, 2], 1.0, **settings))
 
 
 def test_a_tensor_is_a_prompt_and_its_neighbours_are_untouched(models: dict[str, tbt.Decoder]) -> None:

@@ -50,6 +50,8 @@ def find(source: str | Path) -> Path:
     siblings = {folder.name: folder for folder in sorted(WEIGHTS.glob("sibling-*"))}
     if isinstance(source, str) and source in siblings:
         return siblings[source]
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"source must be a name or a path, not {source!r}")
     path = Path(source)
     if not path.exists():
         known = ", ".join([SMOLLM2, *siblings])
@@ -123,6 +125,8 @@ def _fill(
     A tensor-parallel model reads only the ``parts``, and ``wrap`` turns what was read into what it holds; the
     meta model ``whole`` then says what shapes the checkpoint must have.
     """
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be torch.float32, float64, bfloat16 or float16, not {dtype!r}")
     slots = {name: tuple(parameter.shape) for name, parameter in (whole or model).named_parameters()}  # no tied head
     readers: dict[str, Stored] = {}
     for name, stored in tensors:

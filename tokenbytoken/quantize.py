@@ -170,7 +170,7 @@ def _spread(scales: Tensor, block: tuple[int, int], x: Tensor) -> Tensor:
 
 
 def _known(what: str, value: object, choices: Any) -> None:
-    if value not in choices:
+    if value not in tuple(choices):  # of which a mapping would ask for a hash
         raise ValueError(f"unknown {what} {value!r}: one of {', '.join(map(str, choices))}")
 
 
