@@ -281,7 +281,11 @@ def test_what_cannot_be_read_is_named(setup: Setup, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the config asks for 0"):
         load_mtp(tmp_path)
-    for source, message in (("smollm2-135m", "is not a directory"), ("nowhere", "neither one of"), (None, "source must be")):
+    for source, message in (
+        ("smollm2-135m", "is not a directory"),
+        ("nowhere", "neither one of"),
+        (None, "source must be"),
+    ):
         with pytest.raises(ValueError, match=message):
             load_mtp(source)  # type: ignore[arg-type]
 

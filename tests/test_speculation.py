@@ -427,7 +427,7 @@ def test_bad_input_is_one_clear_error_before_anything_is_computed(
             ({"draft": other}, "the draft has a vocabulary of 98 tokens, the model one of 97"),
             ({"draft": tbt.DraftModel(other)}, "the draft has a vocabulary of 98"),
             ({"draft": "lookup"}, "draft must be a Draft or a Decoder, not 'lookup'"),
-            ({"draft": tbt.PromptLookup}, "draft must be a Draft or a Decoder, not <class"),  # its parentheses forgotten
+            ({"draft": tbt.PromptLookup}, "draft must be a Draft or a Decoder, not <class"),  # without parentheses
             ({"prompt": torch.tensor([True, False])}, "the prompt must be a collection of token ids"),
             ({"prompt": torch.empty(3, dtype=torch.int64, device="meta")}, "the prompt must be a collection"),
             ({"max_new_tokens": 2**61}, "no memory for a state"),

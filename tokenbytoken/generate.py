@@ -503,7 +503,8 @@ def speculate(
     """Continue one prompt as :func:`generate` does, with up to ``num_draft`` guesses of ``draft`` in each pass.
 
     Greedy tokens are those of ``generate`` (in half precision up to near ties: a pass of several tokens may round
-    otherwise than one of each); sampled ones have the same distribution, though the same ``seed`` gives others. A ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings.
+    otherwise than one of each); sampled ones have the same distribution, though the same ``seed`` gives others. A
+    ``Decoder`` as a draft stands for ``DraftModel(draft)``; both sample with the same settings.
 
     After a rejection caches are cut back. A recurrent state returns to a copy made before the pass instead, and the
     tokens that stood are pushed once more, along with the next guesses; where rejections in a row leave more than
