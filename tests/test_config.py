@@ -165,6 +165,7 @@ REFUSED = [
     (MAMBA, {"expand": 1.5}, "expand must be a positive integer, not 1.5"),
     (MAMBA, {"use_bias": 0}, "use_bias must be true or false, not 0"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ({**DEEPSEEK, "model_type": "deepseek_v2"}, {"norm_topk_prob": True}, "norm_topk_prob = True"),
     (DEEPSEEK, {"n_group": 3}, "num_groups"),
     (DEEPSEEK, {"num_experts_per_tok": 5}, "experts_per_token"),
     (JAMBA, {"sliding_window": 128}, "sliding_window = 128"),

@@ -403,6 +403,7 @@ def test_bad_passes_are_refused_and_change_nothing(pair: tuple[torch.nn.Module, 
         (torch.tensor([[1], [-1]]), "token id -1"),
         (torch.zeros(2, dtype=torch.int64), r"\(batch, time\)"),
         (torch.zeros(2, 1), "int64"),
+        ([[1], [2]], "a tensor of ids, not list"),
     ]:
         with pytest.raises(ValueError, match=words):
             model(tokens, state)

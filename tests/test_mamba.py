@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from families import assert_close, assert_differs, jamba, mamba, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
-from tokenbytoken.mamba import SCANS, Mamba, selective_scan
+from tokenbytoken.mamba import SCANS, Mamba, MambaState, selective_scan
 from tokenbytoken.measure import count
 
 FORMS = list(SCANS)
@@ -134,6 +135,21 @@ def test_scan_auto_is_the_loop_on_a_cpu_and_can_be_forced() -> None:
         selective_scan(*arguments, scan="fast")  # type: ignore[arg-type]
 
 
+def test_scan_auto_is_chunks_where_a_call_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(torch.Tensor):  # says that it lies on a GPU
+        device = property(lambda _: torch.device("cuda"))  # type: ignore[assignment]
+
+    taken = []
+    for name, form in SCANS.items():
+        monkeypatch.setitem(SCANS, name, lambda *a, name=name, form=form: taken.append(name) or form(*a))
+    for T in (64, 2, 1):  # a single step has nothing to cut
+        x, *rest = inputs(1, T, 3, 4)
+        want = selective_scan(x, *rest)[0]
+        got = selective_scan(x.as_subclass(Elsewhere), *rest)[0].as_subclass(torch.Tensor)
+        assert (got - want).abs().max() < 1e-12
+    assert taken == ["loop", "chunked", "loop", "chunked", "loop", "loop"]
+
+
 def test_a_mixer_takes_any_form(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     reference, model = pair
     tokens = random_tokens(2, 30)
@@ -223,8 +239,6 @@ def test_step_by_step_equals_the_scan_at_any_split(pair: tuple[torch.nn.Module, 
 
 
 def test_float64_is_exact_to_1e_10(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
-    import copy
-
     model = copy.deepcopy(pair[1]).double()
     tokens = random_tokens(2, 30)
     whole = model(tokens)
@@ -244,6 +258,21 @@ def test_bfloat16_follows_transformers_and_keeps_its_sums_in_float32(tmp_path: P
     model(tokens, state)
     assert {(s.conv.dtype, s.ssm.dtype) for s in state.layers} == {(torch.bfloat16, torch.float32)}
     assert state.nbytes == tbt.state_bytes(model.config, 2, 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_are_float32_at_least_whatever_the_model_is(
+    pair: tuple[torch.nn.Module, tbt.Decoder], dtype: torch.dtype
+) -> None:
+    model = copy.deepcopy(pair[1]).to(dtype)
+    state = model.new_state(2, 20)
+    for chunk in random_tokens(2, 14).split([3, 1, 1, 9], dim=1):
+        assert model(chunk, state).dtype == dtype
+    recurrent = [layer for layer in state.layers if isinstance(layer, MambaState)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {(layer.conv.dtype, layer.ssm.dtype) for layer in recurrent} == {(dtype, wide)}
+    assert state.nbytes == tbt.state_bytes(model.config, 2, 20, dtype.itemsize, wide.itemsize)
+    assert state.select([1]).copy().nbytes == tbt.state_bytes(model.config, 1, 20, dtype.itemsize, wide.itemsize)
 
 
 def test_bytes_of_the_state_are_what_arithmetic_says(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
@@ -272,6 +301,21 @@ def test_rewinding_restores_what_cannot_be_cut_back(pair: tuple[torch.nn.Module,
     assert_close(model(tokens[:, 9:], state), want[:, 9:])
 
 
+def test_after_a_pass_that_broke_off_a_mark_leads_back(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    reference, model = pair
+    tokens = random_tokens(2, 12)
+    state = model.new_state(2, 12)
+    model(tokens[:, :5], state)
+    mark = state.mark()
+    hook = model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens[:, 5:], state)
+    hook.remove()
+    assert state.length == 5
+    state.rewind(mark)
+    assert_close(model(tokens[:, 5:], state), reference_logits(reference, tokens)[:, 5:])
+
+
 def test_states_are_forked_chosen_and_joined(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     reference, model = pair
     long, short = random_tokens(1, 15), random_tokens(2, 9, seed=1)
@@ -292,6 +336,26 @@ def test_states_are_forked_chosen_and_joined(pair: tuple[torch.nn.Module, tbt.De
     assert_close(model(next_tokens, joined), torch.cat(wants))  # neither took anything from it
 
 
+def test_rows_still_in_their_pads_can_be_chosen_and_joined(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    reference, model = pair
+    padding, length = [0, 9, 14], 16
+    batch = torch.cat([F.pad(random_tokens(1, length - pads, seed=pads), (pads, 0), value=5) for pads in padding])
+    want = [reference_logits(reference, batch[i : i + 1, pads:]) for i, pads in enumerate(padding)]
+
+    def check(state: tbt.DecoderState, rows: list[int], cut: int) -> None:
+        got = model(batch[rows, cut:], state)
+        for logits, row in zip(got, rows, strict=True):
+            new = min(length - cut, length - padding[row])
+            assert_close(logits[None, -new:], want[row][:, -new:])
+
+    for cut in (3, 9, 12):  # rows 1 and 2, then row 2 alone, have not begun
+        state = model.new_state(3, length, padding)
+        model(batch[:, :cut], state)
+        for rows in ([2, 1], [2], [0, 2], [1, 1, 0]):
+            check(state.select(rows), rows, cut)
+        check(tbt.DecoderState.concat([state.select([0]), state, state.select([0, 2])]), [0, 0, 1, 2, 0, 2], cut)
+
+
 def test_one_sequence_leaves_nothing_to_the_next(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:  # C54
     _, model = pair
     tokens = random_tokens(1, 12)
@@ -309,6 +373,17 @@ def test_greedy_generation_in_a_batch_equals_transformers_whole_passes(
     for prompt, new in zip(prompts, got, strict=True):
         logits = reference_logits(reference, torch.tensor([prompt + new]))[0]
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == new
+
+
+def test_rows_that_end_early_equal_their_solo_runs(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+    _, model = pair
+    prompts = [random_tokens(1, n, seed=n + 20)[0].tolist() for n in (1, 3, 2, 40)]  # most shorter than the convolution
+    free = tbt.generate(model, prompts, 8)
+    eos = free[-1][2]  # the longest prompt's row ends by its third token
+    alone = [tbt.generate(model, [prompt], 8, eos_ids=[eos])[0] for prompt in prompts]
+    assert [row[: len(some)] for row, some in zip(free, alone, strict=True)] == alone
+    assert len(alone[-1]) < max(map(len, alone)) == 8
+    assert tbt.generate(model, prompts, 8, eos_ids=[eos]) == alone
 
 
 def test_checkpoints_in_shards_and_with_the_authors_names_load(tmp_path: Path) -> None:

@@ -290,6 +290,10 @@ def test_a_pass_reads_the_weights_of_the_chosen_experts_alone() -> None:
 def test_a_model_at_full_size_has_the_published_number_of_parameters(name: str, total: int, biases: int) -> None:
     with torch.device("meta"):
         model = tbt.Decoder(tbt.published[name])
+    # One tensor for each projection, not for each expert: that is what makes building it a matter of a second.
+    assert sum("experts" in n for n, _ in model.named_parameters()) == 3 * sum(
+        isinstance(layer.feed_forward, MoE) for layer in model.layers
+    )
     assert sum(p.numel() for p in model.parameters()) == total
     assert sum(p.numel() for n, p in model.named_parameters() if n.endswith("selection_bias")) == biases
     assert not list(model.buffers())

@@ -469,6 +469,7 @@ def _deepseek(f: Fields, name: str, *, v3: bool) -> DecoderConfig:
     else:
         f.only("scoring_func", "softmax")
         f.only("topk_method", "greedy", "group_limited_greedy")
+        f.only("norm_topk_prob", False)  # DeepSeek's code would divide and not scale, transformers does not divide
     grouped = v3 or f("topk_method", "greedy") == "group_limited_greedy"
     moe = MoEConfig(
         num_experts=f.integer("n_routed_experts"),

@@ -95,8 +95,9 @@ class DecoderState:
     """What a batch of sequences must remember between passes, layer by layer.
 
     ``length`` counts the tokens held, pads included; it advances once a pass, after the last layer, so that a
-    pass that fails leaves the state as it was. Rows of unequal length are padded on the left; ``padding``
-    (B,) counts each row's pads and is fixed at creation.
+    pass that breaks off leaves caches as they were. Recurrent layers that it reached have gone on by then: only
+    :meth:`rewind` to a mark helps. Rows of unequal length are padded on the left; ``padding`` (B,) counts each
+    row's pads and is fixed at creation.
     """
 
     def __init__(self, kind: Any, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
@@ -273,6 +274,8 @@ class Decoder(nn.Module):
     def _check(self, tokens: Tensor, state: DecoderState | None, logits: str) -> None:
         if logits not in ("all", "last", "none"):
             raise ValueError(f'logits must be "all", "last" or "none", not {logits!r}')
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a tensor of ids, not {type(tokens).__name__}")
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be (batch, time), not {tuple(tokens.shape)}")
         B, T = tokens.shape

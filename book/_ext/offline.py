@@ -12,6 +12,7 @@ from sphinx.application import Sphinx
 PACKAGE = "sphinx-mathjax-offline"
 COMPONENT = "tex-chtml.js"  # TeX in, HTML with fonts out
 FONTS = "output/chtml/fonts/woff-v2"
+EXTENSIONS = "input/tex/extensions"  # fetched when a page uses one of their macros, such as \\boldsymbol
 NOTICE = """MathJax 3.2.2, https://www.mathjax.org
 Copyright (c) 2009-2022 The MathJax Consortium
 Licensed under the Apache License, Version 2.0: https://www.apache.org/licenses/LICENSE-2.0
@@ -44,10 +45,11 @@ def copy(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.format != "html":
         return
     source, target = mathjax_folder(), Path(app.outdir) / "_static" / "mathjax"
-    (target / FONTS).mkdir(parents=True, exist_ok=True)
+    for folder, kind in ((FONTS, "*.woff"), (EXTENSIONS, "*.js")):
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        for file in (source / folder).glob(kind):
+            shutil.copyfile(file, target / folder / file.name)
     shutil.copyfile(source / COMPONENT, target / COMPONENT)
-    for font in (source / FONTS).glob("*.woff"):
-        shutil.copyfile(font, target / FONTS / font.name)
     (target / "NOTICE.txt").write_text(NOTICE, encoding="utf-8")
 
 
