@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 PACKAGE = "sphinx-mathjax-offline"
 COMPONENT = "tex-chtml.js"  # TeX in, HTML with fonts out
 FONTS = "output/chtml/fonts/woff-v2"
-EXTENSIONS = "input/tex/extensions"  # fetched when a page uses one of their macros, such as \\boldsymbol
+EXTENSIONS = "input/tex/extensions"  # fetched when a page uses one of their macros, such as \boldsymbol
 NOTICE = """MathJax 3.2.2, https://www.mathjax.org
 Copyright (c) 2009-2022 The MathJax Consortium
 Licensed under the Apache License, Version 2.0: https://www.apache.org/licenses/LICENSE-2.0
