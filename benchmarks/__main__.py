@@ -1,10 +1,11 @@
 """Time SmolLM2's passes three ways, in turn: this package, transformers, and the model's products alone.
 
-    python -m benchmarks            everything (about a minute on two cores)
+    python -m benchmarks            everything (about three minutes on two cores)
 
 Times are medians of interleaved runs on one machine; what can be compared between machines are the ratios.
 *Products alone* pushes the same number of rows through every weight matrix of the model and does nothing else:
-no pass that uses these weights can be faster on this machine. Logits are first shown equal.
+no pass that uses these weights can be faster on this machine. Logits are first shown equal. The other architectures
+follow on random weights, beside transformers alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import tokenbytoken as tbt
+from benchmarks import architectures
 from tokenbytoken.measure import busy, device, interleaved, machine
 
 SOURCE = "smollm2-135m"
@@ -94,6 +96,16 @@ def main() -> int:
         times = interleaved(passes(model, theirs, batch, context, new), repeats=9, warmup=2, device=where)
         mine, other, limit = (times[name].median for name in ("this package", "transformers", "products alone"))
         print(f"{label:34}{1e3 * mine:11.1f} ms{mine / other:16.2f}{mine / limit:18.2f}", flush=True)
+    for name, fields in architectures.SHAPES.items():
+        print(f"\n{name}")
+        ours, other_model = architectures.pair(fields, where)
+        for label, ways in (
+            ("prefill of 256", architectures.prefill(ours, other_model, 256)),
+            ("decode, 1 sequence of 256", architectures.decode(ours, other_model, 256, steps=16)),
+        ):
+            times = interleaved(ways, repeats=9, warmup=2, device=where)
+            mine, other = (times[way].median for way in ("this package", "transformers"))
+            print(f"{label:34}{1e3 * mine:11.1f} ms{mine / other:16.2f}", flush=True)
     return 0
 
 

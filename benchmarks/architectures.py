@@ -83,9 +83,8 @@ def decode(model: tbt.Decoder, theirs: Any, context: int, steps: int) -> Passes:
     tokens = prompt(model, context + steps)
     state = model.new_state(1, context + steps)
     model(tokens[:, :context], state, logits="none")
-    cache: Any = theirs(input_ids=tokens[:, :context], use_cache=True, logits_to_keep=1)
-    cache = getattr(cache, "past_key_values", None) or cache.cache_params  # Mamba has another name for it
-    named = "cache_params" if theirs.config.model_type == "mamba" else "cache"
+    out = theirs(input_ids=tokens[:, :context], use_cache=True, logits_to_keep=1)
+    cache = out.cache_params if "cache_params" in out else out.past_key_values
     place = iter(range(context, context + steps))
 
     def ours() -> torch.Tensor:
@@ -93,7 +92,7 @@ def decode(model: tbt.Decoder, theirs: Any, context: int, steps: int) -> Passes:
 
     def other() -> torch.Tensor:
         at = next(place)
-        return theirs(input_ids=tokens[:, at : at + 1], use_cache=True, logits_to_keep=1, **{named: cache}).logits
+        return theirs(input_ids=tokens[:, at : at + 1], cache=cache, use_cache=True, logits_to_keep=1).logits
 
     return equal(ours, other)
 

@@ -1,6 +1,6 @@
 """Train a multi-token-prediction module on the MLA + MoE sibling, and record how often it guesses right.
 
-    python book/experiments/mtp.py             about three minutes on two cores
+    python book/experiments/mtp.py
     python book/experiments/mtp.py --quick     a few steps, to see that it works; writes nothing
 
 The sibling is frozen: only the module learns, by DeepSeek-V3's objective (arXiv 2412.19437, section 2.2). Its guess is
