@@ -83,6 +83,10 @@ def edit(old: str, new: str) -> Change:
     return change
 
 
+def end_with_semicolon(notebook: NotebookNode) -> None:
+    cell(notebook, "unit = None").source += ";"
+
+
 def add_text(text: str) -> Change:
     return lambda notebook: notebook.cells.insert(4, new_markdown_cell(text))
 
@@ -167,6 +171,7 @@ BAD: list[tuple[str, str, Change]] = [
     ("outputs_are_clean", "an address", add_output(**{"text/plain": "<function f at 0x7f3a1c>"})),
     ("outputs_are_clean", "a bare NumPy scalar", add_output(**{"text/plain": "np.float64(0.5)"})),
     ("outputs_are_clean", "a progress bar", add_output(**{"text/plain": " 40%|####      | 4/10"})),
+    ("outputs_are_clean", "ends with a semicolon", end_with_semicolon),
     ("nothing_of_this_machine", "/home/", add_output(**{"text/plain": "/home/reader/book"})),
     ("nothing_of_this_machine", "/Users/", edit("import time\n", "import time\n# see /Users/reader/book\n")),
     ("nothing_of_this_machine", "Users", add_output(**{"text/plain": r"C:\Users\reader"})),

@@ -241,6 +241,8 @@ def outputs_are_clean(notebook: Notebook) -> Iterator[str]:
         for pattern, what in ((ADDRESS, "an address"), (SCALAR, "a bare NumPy scalar"), (PROGRESS, "a progress bar")):
             if found := pattern.search(text):
                 yield f"cell {index} prints {what}: {found.group()}"
+        if cell.source.rstrip().endswith(";"):
+            yield f"cell {index} ends with a semicolon, which hides a value in some front ends and shows it in nbval"
 
 
 @rule
