@@ -18,7 +18,6 @@ import io
 import mimetypes
 import re
 import sys
-import textwrap
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -469,12 +468,13 @@ def archive(files: list[Path]) -> bytes:
 
 def setup_cell(code: str) -> NotebookNode:
     data = archive(embedded_files(code))
+    written = base64.b64encode(data).decode()
     loads_weights = re.search(r"smollm2|\btbt\.load|\bload_tokenizer|tokenbytoken\.generate", code) is not None
     values = {
         "NEEDED": repr(requirements()),
         "WEIGHTS": repr(WEIGHTS if loads_weights else ""),
         "FOLDER": repr(f"token_by_token_{hashlib.sha256(data).hexdigest()[:8]}"),
-        "ARCHIVE": '"""\n' + "\n".join(textwrap.wrap(base64.b64encode(data).decode(), 120)) + '\n"""',
+        "ARCHIVE": '"""\n' + "\n".join(written[i : i + 120] for i in range(0, len(written), 120)) + '\n"""',
     }
     source = Path(__file__).with_name("colab_setup.py").read_text(encoding="utf-8")
     names = "|".join(values)
