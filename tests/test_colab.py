@@ -213,10 +213,11 @@ def test_siblings_come_only_where_they_are_loaded(editions: dict[Path, NotebookN
     names = {path.name for path in files if path.parent.name == "sibling-gqa"}
     assert names == {"config.json", "model.safetensors", "tokenizer.json"}
     assert siblings_in(colab.embedded_files('tbt.load("smollm2-135m")')) == set()
+    assert siblings_in(colab.embedded_files('tbt.load("sibling-mla-moe")')) == {"sibling-mla-moe"}  # not sibling-mla
     for path, notebook in editions.items():
         code = "\n".join(cell.source for cell in notebook.cells[1:] if cell.cell_type == "code")
         inside = {Path(name).parent.name for name in embedded(notebook).namelist() if "/weights/" in name}
-        assert inside == set(re.findall(r"sibling-\w+", code)), path.name
+        assert inside == set(re.findall(r"sibling-[\w-]+", code)), path.name
 
 
 @pytest.mark.parametrize("code", ['tbt.load(f"sibling-{name}")', 'tbt.load("sibling-" + name)', '"sibling-lost"'])

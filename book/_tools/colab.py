@@ -445,7 +445,7 @@ def embedded_files(code: str) -> list[Path]:
     """
     files = [*ROOT.glob("tokenbytoken/**/*.py"), *ROOT.glob("book/data/**/*"), *ROOT.glob("book/measurements/*.json")]
     files += [*ROOT.glob("book/experiments/*.json"), *ROOT.glob("LICENSE*")]
-    for name in sorted(set(re.findall(r"sibling-[\w{]*", code))):
+    for name in sorted(set(re.findall(r"sibling-[\w{-]*", code))):
         found = [*ROOT.glob(f"tokenbytoken/weights/{name}/*")]
         if not found:
             raise NoPlainForm(f"the code names {name!r}: write out the name of a sibling that exists")
