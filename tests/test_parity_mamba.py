@@ -29,6 +29,7 @@ from tokenbytoken.mamba import Mamba, MambaState, selective_scan, without_pads
 
 TOLERANCE, MISS = 5e-5, 5e-3
 
+
 @st.composite
 def mambas(draw: st.DrawFn) -> dict[str, Any]:
     return {

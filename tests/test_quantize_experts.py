@@ -648,22 +648,10 @@ def test_states_are_marked_copied_selected_joined_and_padded(cached, format: str
 
 
 def test_a_state_is_refused_by_a_model_with_another_cache(cached) -> None:
-    tokens = families.random_tokens(1, 4)
-    states = {format: cached(format).new_state(1, 8) for format in (None, *FORMATS)}
-    for held, state in states.items():
-        for format in states:
-            model = cached(format)
-            if format == held:
-                model(tokens, state)
-            else:
-                with pytest.raises(ValueError, match="cache"):
-                    model(tokens, state)
-        assert state.length == 4
-    with pytest.raises(ValueError, match="other caches"):
-        tbt.DecoderState.concat([states["e4m3"], states["int8"]])
+    families.assert_states_are_kept_apart(cached, (None, *FORMATS))
     again = pickle.loads(pickle.dumps(tbt.quantize_as(cached("e4m3"), "int8")))  # torch does not pickle FP8
     state = again.new_state(1, 8)
-    again(tokens, state)
+    again(families.random_tokens(1, 4), state)
     assert state.layers[0].codes.dtype == torch.float8_e4m3fn
 
 

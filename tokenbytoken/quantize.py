@@ -237,8 +237,8 @@ class _OneByte(nn.Module):
             return None
         if any(size % 16 for size in weight.shape):  # the hardware's own condition
             return None
-        whole = self.activations == "tensor" and weight.scales.shape[0] == 1
-        granularity = "tensor" if whole else "row"
+        one_scale = self.activations == "tensor" and weight.scales.shape[0] == 1
+        granularity = "tensor" if one_scale else "row"
         return granularity if granularity in probe(str(weight.values.device), self.format) else None
 
     def _product(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:

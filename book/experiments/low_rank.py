@@ -21,18 +21,14 @@ up all runs.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from resumable import Record, asked_again
 from torch import Tensor
 
 import tokenbytoken as tbt
@@ -156,10 +152,7 @@ def spectra(layers: list[Layer]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="forget what was recorded")
-    arguments = parser.parse_args()
-    started = time.perf_counter()
+    again = asked_again(__doc__)
     passage = tbt.measure.book_file("data/passage.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(tbt.load_tokenizer("smollm2-135m").encode(passage)[:TOKENS])
     model = tbt.load("smollm2-135m")
@@ -169,33 +162,19 @@ def main() -> None:
         logits = model(tokens[None])[0, :-1]
         return torch.nn.functional.cross_entropy(logits, tokens[1:]).double().exp().item()
 
-    record: dict[str, Any] = {"minutes": 0.0, "cases": {}}
-    if RECORD.exists() and not arguments.again:
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
-    record |= {
-        "command": "python book/experiments/low_rank.py",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": tbt.measure.machine().strip("⟨⟩").split(";")[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "tokens": TOKENS,
-        "calibration tokens": CALIBRATION,
-        "perplexity": float(f"{perplexity():.5g}"),
-    }
-    record.setdefault("spectra", spectra(layers))
+    whole = float(f"{perplexity():.5g}")
+    facts = {"tokens": TOKENS, "calibration tokens": CALIBRATION, "perplexity": whole}
+    record = Record(RECORD, again=again, indent=None, **facts)
+    record.values.setdefault("spectra", spectra(layers))
     for name, numbers, change in cases():
-        if name in record["cases"]:
+        if name in record:
             continue
         for layer in layers:
             change(layer)
         found = perplexity()
         for layer in layers:
             layer.replace(layer.joint)
-        record["cases"][name] = {"numbers": numbers, "perplexity": float(f"{found:.5g}")}
-        now = time.perf_counter()
-        record["minutes"] = round(record["minutes"] + (now - started) / 60, 2)
-        started = now
-        RECORD.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+        record.keep({name: {"numbers": numbers, "perplexity": float(f"{found:.5g}")}})
         print(f"{name:14} perplexity {found:10.2f}", flush=True)
 
 

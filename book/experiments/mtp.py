@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     began = time.perf_counter()
     target = tbt.load("sibling-mla-moe")
     data, held_out = siblings.texts()
-    passage = np.frombuffer(siblings.book_file("data/passage.txt").read_bytes(), np.uint8)
+    passage = np.frombuffer(tbt.measure.book_file("data/passage.txt").read_bytes(), np.uint8)
     module, losses = train(target, data, 5 if quick else STEPS)
     record = {
         "target": "sibling-mla-moe",

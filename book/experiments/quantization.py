@@ -11,17 +11,13 @@ with those of the model as the file has it: perplexity, and the mean KL divergen
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from resumable import Record, asked_again
 from torch import Tensor
 
 import tokenbytoken as tbt
@@ -110,42 +106,25 @@ def measure(make: Callable[[tbt.Decoder], tuple[tbt.Decoder, bool]], tokens: Ten
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="forget what was recorded")
-    arguments = parser.parse_args()
+    again = asked_again(__doc__)
     passage = tbt.measure.book_file("data/passage.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(tbt.load_tokenizer("smollm2-135m").encode(passage)[:TOKENS])
     model = tbt.load("smollm2-135m")
     base = model(tokens[None])[0]
     state = model.new_state(1, TOKENS)
     model(tokens[None], state, logits="none")
-    record: dict[str, Any] = {"minutes": 0.0, "cases": {}}
-    if RECORD.exists() and not arguments.again:
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
-    record |= {
-        "command": "python book/experiments/quantization.py",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": tbt.measure.machine().strip("⟨⟩").split(";")[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "tokens": TOKENS,
-        "base": {
-            "perplexity": nats(base, tokens).double().mean().exp().item(),
-            "bytes": tbt.stored_bytes(model),
-            "cache bytes": state.nbytes_used,
-        },
+    whole = {
+        "perplexity": nats(base, tokens).double().mean().exp().item(),
+        "bytes": tbt.stored_bytes(model),
+        "cache bytes": state.nbytes_used,
     }
-    started = time.perf_counter()
+    record = Record(RECORD, again=again, tokens=TOKENS, base=whole)
     for name, make in cases():
-        if name in record["cases"]:
+        if name in record:
             continue
         found = measure(make, tokens, base)
-        record["cases"][name] = {key: float(f"{value:.5g}") for key, value in found.items()}
-        record["cases"][name]["bytes"] = int(found["bytes"])
-        now = time.perf_counter()
-        record["minutes"] = round(record["minutes"] + (now - started) / 60, 2)
-        started = now
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        rounded = {key: float(f"{value:.5g}") for key, value in found.items()}
+        record.keep({name: {**rounded, "bytes": int(found["bytes"])}})
         print(f"{name:28} perplexity {found['perplexity']:8.2f}  KL {found['kl']:.5f}", flush=True)
 
 

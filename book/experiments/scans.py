@@ -11,9 +11,6 @@ with one operation on other sizes. The run can be interrupted at any case; "minu
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -22,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from resumable import Record, asked_again
 from torch import Tensor
 
 import tokenbytoken as tbt
@@ -88,27 +86,22 @@ def case(T: int, I: int, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the scans of Mamba.")
-    parser.add_argument("--again", action="store_true", help="forget what was recorded")
-    again = parser.parse_args().again
-    device = tbt.measure.device()
-    kept: dict[str, Any] = {} if again or not RECORD.exists() else json.loads(RECORD.read_text(encoding="utf-8"))
-    kept = kept or {"machine": {}, "costs": {}, "minutes": 0.0, "cases": {}}
+    again, device = asked_again(__doc__), tbt.measure.device()
+    machine = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "name": tbt.measure.machine(device).strip("⟨⟩").split(";")[0],
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    record = Record(RECORD, again=again, machine=machine)
     for T, I in GRID:
-        if f"{T}/{I}" in kept["cases"]:
+        if f"{T}/{I}" in record:
             continue
-        start = time.perf_counter()
         with torch.inference_mode():
-            kept["costs"] = kept["costs"] or costs(device)
-            kept["cases"][f"{T}/{I}"] = result = case(T, I, device)
-        kept["machine"] = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "name": tbt.measure.machine(device).strip("⟨⟩").split(";")[0],
-            "torch": torch.__version__,
-            "date": datetime.now(timezone.utc).date().isoformat(),
-        }
-        kept["minutes"] = round(kept["minutes"] + (time.perf_counter() - start) / 60, 2)
-        RECORD.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            if "costs" not in record.values:
+                record.values["costs"] = costs(device)
+            result = case(T, I, device)
+        record.keep({f"{T}/{I}": result})
         times = ", ".join(f"{form} {entry['ms'][0]:.4g} ms" for form, entry in result.items())
         print(f"T = {T:6}, I = {I:5}: {times}", flush=True)
 

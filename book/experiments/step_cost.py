@@ -11,16 +11,12 @@ the scans alone. The run can be interrupted after any case; "minutes" adds up th
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from resumable import Record, asked_again
 
 import tokenbytoken as tbt
 from tokenbytoken.mamba import selective_scan
@@ -83,41 +79,23 @@ def entry(timing: tbt.measure.Timing) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="forget what was recorded")
-    arguments = parser.parse_args()
-    record: dict[str, Any] = {"minutes": 0.0, "cases": {}}
-    if RECORD.exists() and not arguments.again:
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
-    record |= {
-        "command": "python book/experiments/step_cost.py",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": tbt.measure.machine().strip("⟨⟩").split(";")[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    record = Record(RECORD, again=asked_again(__doc__))
     models = decoders()
-    started = time.perf_counter()
 
     def keep(timings: dict[str, tbt.measure.Timing]) -> None:
-        nonlocal started
-        record["cases"] |= {name: entry(timing) for name, timing in timings.items()}
-        now = time.perf_counter()
-        record["minutes"] = round(record["minutes"] + (now - started) / 60, 2)
-        started = now
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record.keep({name: entry(timing) for name, timing in timings.items()})
         for name, timing in timings.items():
             print(f"{name:24} {1e3 * timing.median:10.1f} ms", flush=True)
 
     for context in DECODE:  # both decoders in the same rounds: the load of the machine falls on both alike
         names = {f"decode {name} {context}": name for name in models}
-        if not names.keys() <= record["cases"].keys():
+        if not all(name in record for name in names):
             steps = {case: step(models[name], context) for case, name in names.items()}
             keep(tbt.measure.interleaved(steps, repeats=15 if context < 4096 else 7, warmup=2))
     for tokens in PREFILL:
         cases = {f"prefill {name} {tokens}": prompt(model, tokens) for name, model in models.items()}
         cases[f"scan mamba {tokens}"] = scans(models["mamba"], tokens)
-        if not cases.keys() <= record["cases"].keys():
+        if not all(name in record for name in cases):
             keep(tbt.measure.interleaved(cases, repeats=5 if tokens < 4096 else 1, warmup=tokens < 4096))
 
 
