@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import tokenbytoken as tbt
-from tokenbytoken.generate import main as generate_main
-from tokenbytoken.parallel import Collectives, RankLost, load_parallel, parallelize, ranks, shard
+from tokenbytoken.run.generation import main as generate_main
+from tokenbytoken.run.parallel import Collectives, RankLost, load_parallel, parallelize, ranks, shard
 
 
 def free_port() -> int:
@@ -154,7 +154,7 @@ def lost(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def command(case: dict[str, Any]) -> dict[str, Any]:
-    """``python -m tokenbytoken.generate --tensor-parallel``, with some options of rank 1 alone."""
+    """``python -m tokenbytoken.run.generation --tensor-parallel``, with some options of rank 1 alone."""
     options = case["options"] + (case["of_rank_1"] if os.environ["RANK"] == "1" else [])
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -18,8 +18,18 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenbytoken as tbt
-import tokenbytoken.arithmetic
-from tokenbytoken.arithmetic import (
+import tokenbytoken.cost.arithmetic
+from tokenbytoken.config import (
+    AttentionConfig,
+    DecoderConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MambaConfig,
+    MoEConfig,
+    RopeConfig,
+    SwiGLUConfig,
+)
+from tokenbytoken.cost.arithmetic import (
     attention_intensity,
     cache_crossing,
     count_parameters,
@@ -38,17 +48,7 @@ from tokenbytoken.arithmetic import (
     weight_bytes,
     weights,
 )
-from tokenbytoken.config import (
-    AttentionConfig,
-    DecoderConfig,
-    LatentAttentionConfig,
-    LayerConfig,
-    MambaConfig,
-    MoEConfig,
-    RopeConfig,
-    SwiGLUConfig,
-)
-from tokenbytoken.published import AttentionShape, published
+from tokenbytoken.models import AttentionShape, published
 
 CONFIGS = {name: config for name, config in published.items() if isinstance(config, DecoderConfig)}
 K = 1024
@@ -835,6 +835,6 @@ def test_auto_takes_the_cheaper_form(config: DecoderConfig, context: int, new_to
 
 
 def test_doctest() -> None:
-    result = doctest.testmod(tokenbytoken.arithmetic)
+    result = doctest.testmod(tokenbytoken.cost.arithmetic)
     assert result.attempted > 0
     assert result.failed == 0

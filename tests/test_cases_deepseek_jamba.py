@@ -30,10 +30,10 @@ from fuzz import feed
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.attention import KVCache
-from tokenbytoken.feed_forward import MoE
-from tokenbytoken.latent_attention import LatentCache
-from tokenbytoken.mamba import Mamba, MambaState
+from tokenbytoken.layers.attention import KVCache
+from tokenbytoken.layers.feed_forward import MoE
+from tokenbytoken.layers.latent_attention import LatentCache
+from tokenbytoken.layers.mamba import Mamba, MambaState
 
 FAMILIES = {"deepseek_v3": deepseek_v3, "deepseek_v2": deepseek_v2, "mixtral": mixtral, "mamba": mamba, "jamba": jamba}
 NEW = ("deepseek_v3", "mamba", "jamba")  # one of each kind of state
@@ -222,7 +222,7 @@ def test_without_zeroed_pads_a_convolutions_bias_would_reach_the_scan(
     theirs = reference(input_ids=batch, attention_mask=mask, use_cache=False).logits
     assert_close(theirs[:1, 5:], want)
     assert_close(feed(model, batch, [12], padding=[5, 0])[:1, 5:], want)
-    monkeypatch.setattr("tokenbytoken.mamba.without_pads", lambda x, step: x)
+    monkeypatch.setattr("tokenbytoken.layers.mamba.without_pads", lambda x, step: x)
     assert_differs(feed(model, batch, [12], padding=[5, 0])[:1, 5:], want, 0.1)
 
 
@@ -234,7 +234,7 @@ def scanned(mixer: Mamba, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         seen.append((delta, A))
         return x, rest[-1]
 
-    monkeypatch.setattr("tokenbytoken.mamba.selective_scan", spy)
+    monkeypatch.setattr("tokenbytoken.layers.mamba.selective_scan", spy)
     x = torch.ones(1, 1, mixer.in_proj.in_features, dtype=dtype)
     mixer.to(dtype)(x, tbt.decoder.Pass(torch.zeros(1, 1), 0, None, dtype))
     return seen[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenbytoken.check import answer, caught, close
+from tokenbytoken.page.check import answer, caught, close
 
 WANT = torch.tensor([[1.0, -200.0], [3.0, 0.5]])
 INF = math.inf

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokenbytoken.__main__ import main
-from tokenbytoken.published import published
+from tokenbytoken.models import published
 
 ROOT = Path(__file__).resolve().parents[1]
 # The command line must start on a machine that has Python and nothing else.

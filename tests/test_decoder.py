@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from families import T_LLAMA, assert_close, assert_differs, llama, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
-from tokenbytoken.attention import attend
-from tokenbytoken.norm import RMSNorm
+from tokenbytoken.layers.attention import attend
+from tokenbytoken.layers.norm import RMSNorm
 
 LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -124,7 +124,7 @@ def test_wrong_variants_would_be_caught(
         mask = torch.arange(S) <= torch.arange(T)[:, None] + offset
         return F.scaled_dot_product_attention(q, wide(k), wide(v), attn_mask=mask, scale=scale)
 
-    monkeypatch.setattr("tokenbytoken.attention.attend", bad)
+    monkeypatch.setattr("tokenbytoken.layers.attention.attend", bad)
     tokens = random_tokens(1, 33)
     assert_differs(feed(model, tokens, [5, 1, 7, 20]), reference_logits(reference, tokens))
 

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoint import _BLOCKS, _expand, gguf_reader
+from tokenbytoken.checkpoints.checkpoint import _BLOCKS, _expand, gguf_reader
 
-SMOLLM2 = tbt.checkpoint.find("smollm2-135m")
+SMOLLM2 = tbt.checkpoints.checkpoint.find("smollm2-135m")
 
 
 def test_fields_are_those_of_the_library() -> None:

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tokenbytoken.hardware
-from tokenbytoken.arithmetic import count_parameters, max_batch, max_context, pass_cost, state_bytes, weight_bytes
+import tokenbytoken.cost.hardware
 from tokenbytoken.config import DecoderConfig
-from tokenbytoken.hardware import (
+from tokenbytoken.cost.arithmetic import count_parameters, max_batch, max_context, pass_cost, state_bytes, weight_bytes
+from tokenbytoken.cost.hardware import (
     Accelerator,
     accelerators,
     communication_seconds,
@@ -28,7 +28,7 @@ from tokenbytoken.hardware import (
     predict,
     state_share,
 )
-from tokenbytoken.published import published
+from tokenbytoken.models import published
 
 CONFIGS = {name: config for name, config in published.items() if isinstance(config, DecoderConfig)}
 READER = 131_072
@@ -364,6 +364,6 @@ def test_active_parameters_set_the_time_and_all_of_them_the_memory() -> None:
 
 
 def test_doctest() -> None:
-    result = doctest.testmod(tokenbytoken.hardware)
+    result = doctest.testmod(tokenbytoken.cost.hardware)
     assert result.attempted > 0
     assert result.failed == 0

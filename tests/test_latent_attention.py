@@ -15,9 +15,9 @@ from families import T_DSV3, assert_close, deepseek_v3, ours, random_tokens, ref
 from test_parity_llama import feed
 
 import tokenbytoken as tbt
-from tokenbytoken.arithmetic import latent_form
+from tokenbytoken.cost.arithmetic import latent_form
 from tokenbytoken.decoder import Pass
-from tokenbytoken.latent_attention import LatentAttention, LatentCache
+from tokenbytoken.layers.latent_attention import LatentAttention, LatentCache
 
 V3 = tbt.published["deepseek-v3"]
 MLA: Any = V3.layers[0].mixer
@@ -282,7 +282,7 @@ def test_results_do_not_depend_on_how_the_query_rows_are_blocked(monkeypatch: py
     model = set_form(toy().double(), "expanded")
     tokens = random_tokens(2, 50)
     want = model(tokens)
-    monkeypatch.setattr("tokenbytoken.attention.BLOCK_SCORES", 2 * 4 * 50 * 3)  # three rows at a time
+    monkeypatch.setattr("tokenbytoken.layers.attention.BLOCK_SCORES", 2 * 4 * 50 * 3)  # three rows at a time
     for form in ("expanded", "absorbed"):
         got = set_form(model, form)(tokens)
         assert (got - want).abs().max() <= 1e-10 * want.abs().max()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tokenbytoken as tbt
-from tokenbytoken.hardware import Accelerator, predict
-from tokenbytoken.ledger import Ledger, book, ledger, row
+from tokenbytoken.cost.hardware import Accelerator, predict
+from tokenbytoken.cost.rows import Ledger, book, ledger, row
 
 CONFIG = tbt.published["llama-3.1-405b"]
 
@@ -138,6 +138,6 @@ def test_integers_of_numpy_count_as_integers() -> None:
 
 
 def test_doctest() -> None:
-    result = doctest.testmod(importlib.import_module("tokenbytoken.ledger"))
+    result = doctest.testmod(importlib.import_module("tokenbytoken.cost.rows"))
     assert result.attempted > 0
     assert result.failed == 0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from families import assert_close, assert_differs, jamba, mamba, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
-from tokenbytoken.mamba import SCANS, Mamba, MambaState, selective_scan
+from tokenbytoken.layers.mamba import SCANS, Mamba, MambaState, selective_scan
 from tokenbytoken.measure import count
 
 FORMS = list(SCANS)
@@ -82,7 +82,7 @@ def test_a_split_anywhere_changes_nothing(scan: str, monkeypatch: pytest.MonkeyP
         assert (torch.cat((y1, y2), dim=1) - want).abs().max() < 1e-12
         assert (end - last).abs().max() < 1e-12
     for name in ("LOOP_BLOCK", "PARALLEL_BLOCK"):  # blocks of three tokens: 2 × 3 × 12 numbers
-        monkeypatch.setattr(f"tokenbytoken.mamba.{name}", 3 * 24 + 1)
+        monkeypatch.setattr(f"tokenbytoken.layers.mamba.{name}", 3 * 24 + 1)
     got, end = selective_scan(x, delta, A, B, C, h, scan=scan)
     assert max((got - want).abs().max(), (end - last).abs().max()) < 1e-12
 
@@ -189,7 +189,7 @@ def test_delta_is_softplus_of_projection_and_bias_once_and_does_not_overflow(mon
         seen.append((delta, A))
         return selective_scan(x, delta, A, B, C, h, **options)
 
-    monkeypatch.setattr("tokenbytoken.mamba.selective_scan", spy)
+    monkeypatch.setattr("tokenbytoken.layers.mamba.selective_scan", spy)
     mixer = single(state_size=16, conv_size=1)
     step = tbt.decoder.Pass(torch.zeros(1, 1), 0, None, torch.float32)
     for raw, bias, want in ((0.0, 0.5, 0.9740770), (0.0, 1.0, 1.3132617), (0.0, 100.0, 100.0)):  # C50, C51
@@ -460,7 +460,7 @@ def test_a_single_expert_needs_no_router() -> None:
 
 def test_jambas_attention_is_blind_to_the_order_of_earlier_tokens(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     _, model = pair  # C56
-    attention = [layer.mixer for layer in model.layers if isinstance(layer.mixer, tbt.attention.Attention)]
+    attention = [layer.mixer for layer in model.layers if isinstance(layer.mixer, tbt.layers.attention.Attention)]
     x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
     step = tbt.decoder.Pass(torch.zeros(1, 9), 0, None, torch.float32)
     mixed = x[:, [3, 1, 0, 7, 2, 6, 4, 5, 8]]

@@ -11,7 +11,7 @@ import torch
 from families import assert_close
 
 import tokenbytoken as tbt
-from tokenbytoken.mamba import Mamba
+from tokenbytoken.layers.mamba import Mamba
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "book" / "experiments"))
 

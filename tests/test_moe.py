@@ -19,8 +19,8 @@ from families import assert_close, deepseek_v2, deepseek_v3, mixtral, ours, rand
 from safetensors.torch import load_file, save_file
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoint import Part, open_source
-from tokenbytoken.feed_forward import MoE, Router, route
+from tokenbytoken.checkpoints.checkpoint import Part, open_source
+from tokenbytoken.layers.feed_forward import MoE, Router, route
 
 WIDTH = 64
 V3_MOE = tbt.MoEConfig(num_experts=256, experts_per_token=8, intermediate_size=8, scoring="sigmoid", scale=2.5,

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.generate import Choose, Guess, Propose
-from tokenbytoken.mtp import MTP, load_mtp
+from tokenbytoken.run.generation import Choose, Guess, Propose
+from tokenbytoken.run.mtp import MTP, load_mtp
 
 VOCAB, HIDDEN, EXPERTS = T_DSV3["vocab_size"], T_DSV3["hidden_size"], T_DSV3["n_routed_experts"]
 PLACE = f"model.layers.{T_DSV3['num_hidden_layers']}."  # behind the last layer; model.layers.61 in the released index

@@ -17,8 +17,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
-from tokenbytoken.generate import main
-from tokenbytoken.parallel import deal_heads, shard
+from tokenbytoken.run.generation import main
+from tokenbytoken.run.parallel import deal_heads, shard
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(HERE.parent)}
@@ -249,12 +249,12 @@ def test_a_pass_sends_two_sums_a_layer_one_for_the_embedding_and_gathers_the_log
 def test_the_communication_model_counts_the_same_messages() -> None:
     h100 = tbt.accelerators["h100"]
     whole, t = tbt.published["llama-3.1-405b"], 8
-    seconds = tbt.hardware.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
+    seconds = tbt.cost.hardware.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
     sums, ring = 2 * 126 + 1, (t - 1) / t / h100.link.bandwidth
     want = (sums + 1) * h100.link.latency + (2 * sums * 16384 + 128_256) * 4 * 2 * ring
     assert seconds == pytest.approx(want)
-    assert tbt.hardware.links["nvlink"] == h100.link
-    assert tbt.hardware.links["network"] == h100.network
+    assert tbt.cost.hardware.links["nvlink"] == h100.link
+    assert tbt.cost.hardware.links["network"] == h100.network
 
 
 def test_one_rank_is_the_plain_model_to_the_bit(results: dict) -> None:
@@ -316,7 +316,7 @@ def test_torchrun_prints_on_rank_0_alone_what_one_process_prints(capsys: pytest.
     one = capsys.readouterr().out
     two = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "tokenbytoken.generate", *options, "--tensor-parallel"],
+         "-m", "tokenbytoken.run.generation", *options, "--tensor-parallel"],
         env=ENVIRONMENT, timeout=180, capture_output=True, text=True,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr

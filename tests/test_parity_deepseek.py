@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
-from tokenbytoken.latent_attention import LatentAttention
+from tokenbytoken.layers.latent_attention import LatentAttention
 
 TOLERANCE, MISS = 1e-4, 1e-2
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # n_shared_experts: 0
@@ -251,7 +251,7 @@ def without_norm(model: tbt.Decoder) -> None:
 
 
 def mscale(mixer: Any) -> float:
-    return tbt.rope.yarn_mscale(mixer.config.rope.scaling.factor, mixer.config.rope.scaling.mscale_all_dim)
+    return tbt.layers.rope.yarn_mscale(mixer.config.rope.scaling.factor, mixer.config.rope.scaling.mscale_all_dim)
 
 
 WRONG: dict[str, Callable[[tbt.Decoder], None]] = {

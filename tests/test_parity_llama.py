@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
-from tokenbytoken.rope import rotate, rotation
+from tokenbytoken.layers.rope import rotate, rotation
 
 TOLERANCE, MISS = 1e-4, 1e-1
 
@@ -102,7 +102,7 @@ def test_nothing_but_the_rounding_of_frequencies_is_left(rope: str, data: st.Dat
     tokens = random_tokens(2, 90, seed=seed)
     theirs = reference.get_buffer("model.rotary_emb.inv_freq")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenbytoken.rope._frequencies_on", lambda *_: theirs)
+        patch.setattr("tokenbytoken.layers.rope._frequencies_on", lambda *_: theirs)
         assert_close(model(tokens), reference_logits(reference, tokens), 5e-6)
 
 
@@ -177,5 +177,5 @@ def test_a_wrong_variant_is_caught_on_every_config(wrong: str, data: st.DataObje
 def test_the_attention_that_the_wrong_variants_change_is_right_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, model = pair(llama, {}, 0)
     tokens = random_tokens(2, 60)
-    monkeypatch.setattr("tokenbytoken.attention.attend", attention())
+    monkeypatch.setattr("tokenbytoken.layers.attention.attend", attention())
     assert_close(feed(model, tokens, [33, 1, 7, 19]), reference_logits(reference, tokens), TOLERANCE)

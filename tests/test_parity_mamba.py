@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tokenbytoken as tbt
-from tokenbytoken.attention import Attention
-from tokenbytoken.feed_forward import MoE
-from tokenbytoken.mamba import Mamba, MambaState, selective_scan, without_pads
+from tokenbytoken.layers.attention import Attention
+from tokenbytoken.layers.feed_forward import MoE
+from tokenbytoken.layers.mamba import Mamba, MambaState, selective_scan, without_pads
 
 TOLERANCE, MISS = 5e-5, 5e-3
 
@@ -150,7 +150,7 @@ def change(kind: type, alter: Callable[[Any], None]) -> Callable[[tbt.Decoder, p
 
 
 def replace(name: str, value: Any) -> Callable[[tbt.Decoder, pytest.MonkeyPatch], None]:
-    return lambda _, patch: patch.setattr(f"tokenbytoken.mamba.{name}", value)
+    return lambda _, patch: patch.setattr(f"tokenbytoken.layers.mamba.{name}", value)
 
 
 def growing(x: Any, delta: Any, A: torch.Tensor, *rest: Any, **options: Any) -> Any:

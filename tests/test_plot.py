@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from tokenbytoken import plot
+from tokenbytoken.page import plot
 
 NAMES = ("llama", "deepseek", "jamba", "baseline", "reader")
 DARK_PAGES = ("#121212", "#14181E", "#202428", "#29313D")  # backgrounds and surfaces of dark page themes
@@ -205,5 +205,5 @@ def test_a_canvas_has_square_units() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    script = "import sys; import tokenbytoken.plot; sys.exit('torch' in sys.modules)"
+    script = "import sys; import tokenbytoken.page.plot; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

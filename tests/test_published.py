@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from tokenbytoken.arithmetic import count_parameters, state_bytes_per_token
 from tokenbytoken.config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig, MoEConfig
-from tokenbytoken.published import AttentionShape, provenance, published
+from tokenbytoken.cost.arithmetic import count_parameters, state_bytes_per_token
+from tokenbytoken.models import AttentionShape, provenance, published
 
 NAMES = [
     "llama-3.1-8b",
@@ -136,6 +136,6 @@ def test_shapes_have_a_state_and_no_parameters(name: str) -> None:
 
 
 def test_doctest() -> None:
-    result = doctest.testmod(importlib.import_module("tokenbytoken.published"))
+    result = doctest.testmod(importlib.import_module("tokenbytoken.models"))
     assert result.attempted > 0
     assert result.failed == 0

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken import quantize
-from tokenbytoken.quantize import QuantizedLinear, QuantizedTensor, probe
+from tokenbytoken.checkpoints import quantization as quantize
+from tokenbytoken.checkpoints.quantization import QuantizedLinear, QuantizedTensor, probe
 
 FP8 = {"e4m3": (4, 3, torch.float8_e4m3fn, 448.0), "e5m2": (5, 2, torch.float8_e5m2, 57344.0)}
 FORMATS = ["e4m3", "e5m2", "int8"]

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken import quantize
-from tokenbytoken.feed_forward import Experts, MoE
-from tokenbytoken.quantize import QuantizedExperts, QuantizedLinear, QuantizedTensor, probe
+from tokenbytoken.checkpoints import quantization as quantize
+from tokenbytoken.checkpoints.quantization import QuantizedExperts, QuantizedLinear, QuantizedTensor, probe
+from tokenbytoken.layers.feed_forward import Experts, MoE
 
 FORMATS = ["e4m3", "e5m2", "int8"]
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
@@ -436,7 +436,7 @@ def test_the_bytes_of_a_quantised_model_equal_the_closed_form_to_the_byte(shape:
     q = tbt.quantize_as(decoder(config).to(torch.bfloat16), recipe)
     scales = 0
     if recipe == "int8-experts":  # which the closed form leaves out
-        rows = (w.rows * w.copies for w in tbt.arithmetic.weights(config) if w.role in ("expert", "feed_forward"))
+        rows = (w.rows * w.copies for w in tbt.cost.arithmetic.weights(config) if w.role in ("expert", "feed_forward"))
         scales = 4 * sum(rows)
     assert tbt.stored_bytes(q) == tbt.weight_bytes(config, recipe) + scales
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*q.parameters(), *q.buffers())}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenbytoken as tbt
-from tokenbytoken.rope import frequencies, rotate, rotation, yarn_mscale
+from tokenbytoken.layers.rope import frequencies, rotate, rotation, yarn_mscale
 
 X = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 LLAMA31 = tbt.Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)

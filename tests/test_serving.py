@@ -18,7 +18,7 @@ import torch
 from families import llama, ours
 
 import tokenbytoken as tbt
-from tokenbytoken.serving import (
+from tokenbytoken.run.serving import (
     BlockAllocator,
     Policy,
     Request,

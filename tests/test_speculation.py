@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenbytoken as tbt
-from tokenbytoken.arithmetic import expected_tokens
-from tokenbytoken.generate import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
+from tokenbytoken.cost.arithmetic import expected_tokens
+from tokenbytoken.run.generation import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
 
 FAMILIES = {"llama": llama, "deepseek_v3": deepseek_v3, "mamba": mamba, "jamba": jamba}
 VOCAB = 97
@@ -175,7 +175,7 @@ def test_c18_states_hold_the_accepted_tokens_and_nothing_else(
     model: tbt.Decoder, models: dict[str, tbt.Decoder]
 ) -> None:
     """What each state holds is written down push by push, from the length that it says it has."""
-    recurrent = any(isinstance(layer.mixer, tbt.mamba.Mamba) for layer in model.layers)
+    recurrent = any(isinstance(layer.mixer, tbt.layers.mamba.Mamba) for layer in model.layers)
     prompt = prompt_of(6)
     answer = prompt + tbt.generate(model, prompt, 16)
     held: dict[int, list[int]] = {}
@@ -246,10 +246,10 @@ def test_a_state_after_rejections_equals_one_that_never_guessed(model: tbt.Decod
     plain = model.new_state(1, state.max_length)
     model(torch.tensor([answer[: state.length]]), plain)
     for mine, theirs in zip(state.layers, plain.layers, strict=True):
-        if isinstance(mine, tbt.mamba.MambaState):
+        if isinstance(mine, tbt.layers.mamba.MambaState):
             assert_close(mine.ssm, theirs.ssm)
             assert_close(mine.conv, theirs.conv)
-        elif isinstance(mine, tbt.latent_attention.LatentCache):
+        elif isinstance(mine, tbt.layers.latent_attention.LatentCache):
             assert_close(mine.entries[:, : state.length], theirs.entries[:, : state.length])
         else:
             assert_close(mine.k[:, :, : state.length], theirs.k[:, :, : state.length])
@@ -280,7 +280,7 @@ def test_caches_are_never_copied_and_recurrent_states_once_a_pass(
         plain = getattr(tbt.DecoderState, name)
 
         def watched(state: tbt.DecoderState, *arguments: Any, **keywords: Any) -> Any:
-            caches = [layer for layer in state.layers if not isinstance(layer, tbt.mamba.MambaState)]
+            caches = [layer for layer in state.layers if not isinstance(layer, tbt.layers.mamba.MambaState)]
             places.add(tuple(t.data_ptr() for cache in caches for t in vars(cache).values() if isinstance(t, Tensor)))
             with Written() as counter:
                 result = plain(state, *arguments, **keywords)
@@ -295,7 +295,7 @@ def test_caches_are_never_copied_and_recurrent_states_once_a_pass(
     watch("rewind")
     got = tbt.speculate(model, prompt, 16, draft=Oracle(answer, 3), num_draft=4)
     rejections = sum(r.accepted < r.proposed for r in got.rounds)
-    recurrent = sum(layer.nbytes() for layer in model.new_state(1, 1).layers if isinstance(layer, tbt.mamba.MambaState))
+    recurrent = sum(layer.nbytes() for layer in model.new_state(1, 1).layers if isinstance(layer, tbt.layers.mamba.MambaState))
     assert rejections > 2
     assert written == {"mark": [recurrent] * got.passes, "rewind": [recurrent] * rejections}
     assert len(places) == 1  # the same memory from the first pass to the last
@@ -313,7 +313,7 @@ def test_a_rejection_costs_no_pass_of_its_own(model: tbt.Decoder) -> None:
     finally:
         hook.remove()
     assert len(pushed) == got.passes < 30
-    if any(isinstance(layer.mixer, tbt.mamba.Mamba) for layer in model.layers):
+    if any(isinstance(layer.mixer, tbt.layers.mamba.Mamba) for layer in model.layers):
         assert 4 < max(pushed[1:]) <= 2 * 3 + 1
         assert Round(0, 0) in got.rounds[1:-1]  # a pass without guesses, to catch up
     else:
@@ -494,7 +494,7 @@ def test_a_tensor_is_a_prompt_and_its_neighbours_are_untouched(models: dict[str,
 
 def test_caches_are_cut_anywhere_and_recurrent_states_return_to_the_mark(model: tbt.Decoder) -> None:
     tokens = random_tokens(1, 12)
-    recurrent = any(isinstance(layer.mixer, tbt.mamba.Mamba) for layer in model.layers)
+    recurrent = any(isinstance(layer.mixer, tbt.layers.mamba.Mamba) for layer in model.layers)
     want = model(tokens)
     state = model.new_state(1, 12)
     model(tokens[:, :4], state)
@@ -605,7 +605,7 @@ def unfiltered(draft: tbt.Decoder) -> Any:
 )
 def test_wrong_rules_are_caught_by_the_same_test(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = tiny(1, layers=2), tiny(7)
-    module = importlib.import_module("tokenbytoken.generate")
+    module = importlib.import_module("tokenbytoken.run.generation")
     if wrong == "draw again from p":
         monkeypatch.setattr(module, "residual", lambda p, q: p)
     elif wrong == "accept always":

@@ -1,60 +1,101 @@
 """Token by Token: one small decoder, built up to Llama 3.1, DeepSeek-V3 and Jamba 1.5.
 
-Names are imported when they are first used, so that configs, arithmetic and ``python -m tokenbytoken size``
-need no torch.
+Each folder answers one question: what a model is made of (``layers``), what it costs on paper (``cost``) and here
+(``measure``), how it writes (``run``), where weights come from (``checkpoints``), what a reader sees (``page``). The
+names below are independent of where a file lies. They are imported when they are first used, so that configs, closed
+forms and ``tokenbytoken size`` need no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import arithmetic as arithmetic
-    from . import attention as attention
-    from . import check as check
-    from . import checkpoint as checkpoint
+    from . import checkpoints as checkpoints
     from . import config as config
+    from . import cost as cost
     from . import decoder as decoder
-    from . import feed_forward as feed_forward
-    from . import hardware as hardware
-    from . import latent_attention as latent_attention
-    from . import mamba as mamba
+    from . import layers as layers
     from . import measure as measure
-    from . import mtp as mtp
-    from . import norm as norm
-    from . import parallel as parallel
-    from . import plot as plot
-    from . import quantize as quantize
-    from . import rope as rope
-    from . import serving as serving
+    from . import models as models
+    from . import page as page
+    from . import run as run
+    from .checkpoints.checkpoint import load as load
+    from .checkpoints.checkpoint import load_tokenizer as load_tokenizer
+    from .checkpoints.quantization import QuantizedExperts as QuantizedExperts
+    from .checkpoints.quantization import QuantizedLinear as QuantizedLinear
+    from .checkpoints.quantization import quantize_as as quantize_as
+    from .checkpoints.quantization import quantize_cache as quantize_cache
+    from .checkpoints.quantization import quantize_model as quantize_model
+    from .checkpoints.quantization import stored_bytes as stored_bytes
+    from .checkpoints.quantization import to_fp8 as to_fp8
+    from .config import AttentionConfig as AttentionConfig
+    from .config import DecoderConfig as DecoderConfig
+    from .config import LatentAttentionConfig as LatentAttentionConfig
+    from .config import LayerConfig as LayerConfig
+    from .config import Llama3Scaling as Llama3Scaling
+    from .config import MambaConfig as MambaConfig
+    from .config import MoEConfig as MoEConfig
+    from .config import RopeConfig as RopeConfig
+    from .config import SwiGLUConfig as SwiGLUConfig
+    from .config import YarnScaling as YarnScaling
+    from .cost.arithmetic import ParameterCount as ParameterCount
+    from .cost.arithmetic import PassCost as PassCost
+    from .cost.arithmetic import attention_intensity as attention_intensity
+    from .cost.arithmetic import count_parameters as count_parameters
+    from .cost.arithmetic import max_batch as max_batch
+    from .cost.arithmetic import max_context as max_context
+    from .cost.arithmetic import pass_cost as pass_cost
+    from .cost.arithmetic import prefill_crossing as prefill_crossing
+    from .cost.arithmetic import state_bytes as state_bytes
+    from .cost.arithmetic import state_bytes_per_token as state_bytes_per_token
+    from .cost.arithmetic import weight_bytes as weight_bytes
+    from .cost.hardware import Accelerator as Accelerator
+    from .cost.hardware import Prediction as Prediction
+    from .cost.hardware import accelerators as accelerators
+    from .cost.hardware import predict as predict
+    from .cost.rows import ledger as ledger
+    from .decoder import Decoder as Decoder
+    from .decoder import DecoderState as DecoderState
+    from .models import AttentionShape as AttentionShape
+    from .models import published as published
+    from .page import check as check
+    from .page import plot as plot
+    from .run.generation import DraftModel as DraftModel
+    from .run.generation import PromptLookup as PromptLookup
+    from .run.generation import Speculation as Speculation
+    from .run.generation import first_layers as first_layers
+    from .run.generation import generate as generate
+    from .run.generation import sample as sample
+    from .run.generation import speculate as speculate
+    from .run.generation import stream as stream
 
 __version__ = "0.1.0"
 
-_MODULES = (
-    "arithmetic", "attention", "check", "checkpoint", "config", "decoder", "feed_forward", "hardware",
-    "latent_attention", "mamba", "measure", "mtp", "norm", "parallel", "plot", "quantize", "rope", "serving",
-)  # fmt: skip
+#: Modules that are read by their own name, and where each lies.
+_MODULES = {
+    "checkpoints": "checkpoints", "config": "config", "cost": "cost", "decoder": "decoder", "layers": "layers",
+    "measure": "measure", "models": "models", "page": "page", "run": "run", "check": "page.check", "plot": "page.plot",
+}  # fmt: skip
 _NAMES = {
     "config": (
         "AttentionConfig", "DecoderConfig", "LatentAttentionConfig", "LayerConfig", "Llama3Scaling", "MambaConfig",
         "MoEConfig", "RopeConfig", "SwiGLUConfig", "YarnScaling",
     ),
-    "published": ("AttentionShape", "published"),
-    "arithmetic": (
+    "models": ("AttentionShape", "published"),
+    "cost.arithmetic": (
         "ParameterCount", "PassCost", "attention_intensity", "count_parameters", "max_batch", "max_context",
         "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes",
     ),
-    "hardware": ("Accelerator", "Prediction", "accelerators", "predict"),
-    "ledger": ("ledger",),
+    "cost.hardware": ("Accelerator", "Prediction", "accelerators", "predict"),
+    "cost.rows": ("ledger",),
     "decoder": ("Decoder", "DecoderState"),
-    "generate": (
+    "run.generation": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
     ),
-    "checkpoint": ("load", "load_tokenizer"),
-    "quantize": (
+    "checkpoints.checkpoint": ("load", "load_tokenizer"),
+    "checkpoints.quantization": (
         "QuantizedExperts", "QuantizedLinear", "quantize_as", "quantize_cache", "quantize_model", "stored_bytes",
         "to_fp8",
     ),
@@ -68,22 +109,11 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"{__name__}.{name}")
+        value = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """Lets ``tbt.generate`` stay the function when something imports the submodule of the same name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

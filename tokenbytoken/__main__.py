@@ -15,10 +15,10 @@ from typing import NoReturn
 
 from ._numbers import whole
 from ._paths import read_json
-from .arithmetic import count_parameters, recipes, state_bytes, state_bytes_per_token, weight_bytes
 from .config import DecoderConfig
-from .hardware import Prediction, accelerators, find_accelerator, footprint_per_gpu, predict
-from .published import AttentionShape, published
+from .cost.arithmetic import count_parameters, recipes, state_bytes, state_bytes_per_token, weight_bytes
+from .cost.hardware import Prediction, accelerators, find_accelerator, footprint_per_gpu, predict
+from .models import AttentionShape, published
 
 
 class _Parser(argparse.ArgumentParser):

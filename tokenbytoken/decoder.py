@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from ._numbers import whole
 from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
-from .norm import RMSNorm
-from .rope import rotate, rotation
+from .layers.norm import RMSNorm
+from .layers.rope import rotate, rotation
 
 __all__ = ["Decoder", "DecoderState", "Mark", "Pass"]
 

@@ -10,7 +10,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-TEXT = 1000  # pixels: tokenbytoken.plot draws figures of the text's width with 840, wide ones with 1260
+TEXT = 1000  # pixels: tokenbytoken.page.plot draws figures of the text's width with 840, wide ones with 1260
 SHORT = 18  # letters: a number with its unit, a model's name
 
 

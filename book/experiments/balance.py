@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.feed_forward import MoE
+from tokenbytoken.layers.feed_forward import MoE
 
 HERE = Path(__file__).resolve().parent
 SEEN = 8  # bytes that the next one is predicted from

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.mtp import MTP
+from tokenbytoken.run.mtp import MTP
 
 HERE = Path(__file__).resolve().parent
 STEPS, WINDOW, ROWS, RATE = 300, 128, 16, 4e-3

@@ -23,7 +23,7 @@ from resumable import Record, asked_again
 from torch import Tensor
 
 import tokenbytoken as tbt
-from tokenbytoken.mamba import Scan, selective_scan
+from tokenbytoken.layers.mamba import Scan, selective_scan
 
 RECORD = Path(__file__).resolve().with_suffix(".json")
 N = 16

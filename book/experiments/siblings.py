@@ -38,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.feed_forward import Router
+from tokenbytoken.layers.feed_forward import Router
 from tokenbytoken.measure import book_file
 
 HERE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ import torch
 from resumable import Record, asked_again
 
 import tokenbytoken as tbt
-from tokenbytoken.mamba import selective_scan
+from tokenbytoken.layers.mamba import selective_scan
 
 RECORD = Path(__file__).resolve().parent / "step_cost.json"
 DECODE = (16, 64, 256, 1024, 4096, 16384, 65536)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .arithmetic import latent_form
+from ..config import LatentAttentionConfig, YarnScaling
+from ..cost.arithmetic import latent_form
 from .attention import attend
-from .config import LatentAttentionConfig, YarnScaling
 from .norm import RMSNorm
 from .rope import yarn_mscale
 
 if TYPE_CHECKING:
-    from .decoder import Pass
+    from ..decoder import Pass
 
 __all__ = ["LatentAttention", "LatentCache"]
 
@@ -95,7 +95,7 @@ class LatentAttention(nn.Module):
     """Causal self-attention through a latent: x (B, T, M) → (B, T, M), with an optional cache of earlier latents.
 
     ``form`` is ``"absorbed"``, ``"expanded"``, or ``"auto"``: whichever needs fewer FLOPs for the T new tokens and
-    the S held (:func:`~tokenbytoken.arithmetic.latent_form`). It can be set at any time; ValueError for another word.
+    the S held (:func:`~tokenbytoken.cost.arithmetic.latent_form`). It can be set at any time; ValueError for another word.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
-from ._numbers import whole
+from .._numbers import whole
 
 __all__ = [
     "AttentionConfig",
@@ -105,7 +105,7 @@ class RopeConfig:
 class AttentionConfig:
     """Softmax attention with H query heads and K key/value heads: MHA (K = H), GQA, MQA (K = 1)."""
 
-    module: ClassVar[str] = "tokenbytoken.attention:Attention"
+    module: ClassVar[str] = "tokenbytoken.layers.attention:Attention"
 
     num_heads: int
     num_kv_heads: int
@@ -133,7 +133,7 @@ class AttentionConfig:
 class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 19)."""
 
-    module: ClassVar[str] = "tokenbytoken.latent_attention:LatentAttention"
+    module: ClassVar[str] = "tokenbytoken.layers.latent_attention:LatentAttention"
 
     num_heads: int
     q_lora_rank: int | None
@@ -159,7 +159,7 @@ class LatentAttentionConfig:
 class MambaConfig:
     """A Mamba-1 mixer (Gu and Dao 2023, arXiv 2312.00752); ``inner_norms`` are Jamba's, on dt, B and C."""
 
-    module: ClassVar[str] = "tokenbytoken.mamba:Mamba"
+    module: ClassVar[str] = "tokenbytoken.layers.mamba:Mamba"
 
     inner_size: int
     state_size: int
@@ -178,7 +178,7 @@ class MambaConfig:
 class SwiGLUConfig:
     """The gated feed-forward of Llama: down(silu(gate x) * (up x)) (Shazeer 2020, arXiv 2002.05202)."""
 
-    module: ClassVar[str] = "tokenbytoken.feed_forward:SwiGLU"
+    module: ClassVar[str] = "tokenbytoken.layers.feed_forward:SwiGLU"
 
     intermediate_size: int
     bias: bool = False
@@ -196,7 +196,7 @@ class MoEConfig:
     used; ``selection_bias`` marks DeepSeek-V3's bias, which chooses but does not weigh.
     """
 
-    module: ClassVar[str] = "tokenbytoken.feed_forward:MoE"
+    module: ClassVar[str] = "tokenbytoken.layers.feed_forward:MoE"
 
     num_experts: int
     experts_per_token: int

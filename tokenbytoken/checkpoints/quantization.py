@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._numbers import positive, whole
-from .attention import Attention, KVCache
-from .config import AttentionConfig, LatentAttentionConfig
-from .decoder import Decoder
-from .feed_forward import Experts, Router
-from .latent_attention import LatentAttention, LatentCache
+from .._numbers import positive, whole
+from ..config import AttentionConfig, LatentAttentionConfig
+from ..decoder import Decoder
+from ..layers.attention import Attention, KVCache
+from ..layers.feed_forward import Experts, Router
+from ..layers.latent_attention import LatentAttention, LatentCache
 
 __all__ = [
     "QuantizedExperts",
@@ -339,7 +339,7 @@ class QuantizedLinear(_OneByte):
 
 
 class QuantizedExperts(_OneByte):
-    """:class:`~tokenbytoken.feed_forward.Experts` in one byte a number: a call expands the one expert that it asks for.
+    """:class:`~tokenbytoken.layers.feed_forward.Experts` in one byte a number: a call expands the one expert that it asks for.
 
     ``gate_proj_values`` (E, F, M) and ``gate_proj_scales`` (E, row blocks, column blocks) are buffers, and so are those
     of ``up_proj`` and ``down_proj``; no two experts share a scale. Options as in :class:`QuantizedLinear`; the input
@@ -431,7 +431,7 @@ def quantize_model(
     return new
 
 
-#: What :func:`quantize_model` is asked for by a recipe that :func:`tokenbytoken.arithmetic.weight_bytes` counts.
+#: What :func:`quantize_model` is asked for by a recipe that :func:`tokenbytoken.cost.arithmetic.weight_bytes` counts.
 recipes: dict[str, dict[str, Any]] = {
     "fp8-ffn": {"include": "ffn", "activations": "row", "activation_bound": 1200.0},
     "fp8-block": {"granularity": "block", "activations": "tile"},
@@ -441,7 +441,7 @@ recipes: dict[str, dict[str, Any]] = {
 
 
 def quantize_as(model: Decoder, recipe: str, **options: Any) -> Decoder:
-    """A decoder stored by a recipe of :func:`tokenbytoken.arithmetic.weight_bytes`; ``model`` is left as it is.
+    """A decoder stored by a recipe of :func:`tokenbytoken.cost.arithmetic.weight_bytes`; ``model`` is left as it is.
 
     ``"fp8-ffn"`` is Llama 3.1's; ``"fp8-block"`` DeepSeek-V3's, with activations in tiles of 1 × 128 and router biases
     in float32; ``"int8"`` and Jamba's ``"int8-experts"`` have a scale for each row and leave activations as they are.

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import AttentionConfig
+from ..config import AttentionConfig
 
 if TYPE_CHECKING:
-    from .decoder import Pass
+    from ..decoder import Pass
 
 __all__ = ["Attention", "KVCache", "attend"]
 
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, K * D, bias=config.bias)
         self.o_proj = nn.Linear(H * D, hidden_size, bias=config.output_bias)
         self.scale = D**-0.5
-        self.cache_class = KVCache  # or one that stores less: tokenbytoken.quantize.quantize_cache
+        self.cache_class = KVCache  # or one that stores less: tokenbytoken.checkpoints.quantization.quantize_cache
 
     def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         return self.cache_class.empty(self.config, batch_size, max_length, dtype, device)

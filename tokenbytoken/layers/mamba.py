@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import MambaConfig
+from ..config import MambaConfig
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
-    from .decoder import Pass
+    from ..decoder import Pass
 
 __all__ = ["SCANS", "Mamba", "MambaState", "Scan", "product", "selective_scan"]
 

@@ -3,7 +3,7 @@
 The seconds of a pass are the larger of two, the time to move its bytes and the time to do its FLOPs, plus
 what neither hides: the start of each operation, and the messages between GPUs.
 
->>> from tokenbytoken.published import published
+>>> from tokenbytoken.models import published
 >>> prediction = predict(published["llama-3.1-8b"], "h100", batch_size=1, context=0)
 >>> f"{1e3 * prediction.seconds:.2f} ms, bound by {prediction.binds}"
 '4.48 ms, bound by memory'
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from ._numbers import positive, share, whole
+from .._numbers import positive, share, whole
+from ..config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig
 from .arithmetic import Footprint, PassCost, _need_decoder, footprint, pass_cost, recipes
-from .config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig
 
 __all__ = [
     "Accelerator",
@@ -396,7 +396,7 @@ def predict(
     """Seconds of a pass = max(memory, compute) + overhead + communication.
 
     ``context`` tokens were seen by each sequence before; ``new_tokens`` are pushed through each. The
-    FLOPs and bytes are those of :func:`~tokenbytoken.arithmetic.pass_cost`, divided among ``tensor_parallel``
+    FLOPs and bytes are those of :func:`~tokenbytoken.cost.arithmetic.pass_cost`, divided among ``tensor_parallel``
     GPUs (all, unless said otherwise). Left-over GPUs form pipeline stages: they hold layers, but a single
     pass visits them one after the other, and is no faster. ``efficiency`` is the share of peak bandwidth
     and peak compute that is reached, ``usable`` that of memory; ``operations`` small operations cost

@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from ._numbers import not_negative, positive, whole
-from .arithmetic import pass_cost
-from .config import DecoderConfig
-from .decoder import Decoder, DecoderState
-from .generate import _ids, sample
-from .hardware import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu
+from .._numbers import not_negative, positive, whole
+from ..config import DecoderConfig
+from ..cost.arithmetic import pass_cost
+from ..cost.hardware import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu
+from ..decoder import Decoder, DecoderState
+from .generation import _ids, sample
 
 __all__ = [
     "BlockAllocator",
@@ -108,7 +108,7 @@ def roofline(
     state_bytes_per_element: float = 2,
     causal: bool = True,
 ) -> Cost:
-    """The cost function of a model on a machine: the pass of :func:`~tokenbytoken.hardware.predict`, for unequal rows.
+    """The cost function of a model on a machine: the pass of :func:`~tokenbytoken.cost.hardware.predict`, for unequal rows.
 
     The weights are read once for all rows; FLOPs and state add up over them. One row of logits is counted
     for each sequence. ``causal`` counts only the pairs of query and key that the mask leaves.

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokenbytoken._paths import BOOK, book_file
-from tokenbytoken.mamba import product
+from .._paths import BOOK, book_file
+from ..layers.mamba import product
 
 if TYPE_CHECKING:
-    from tokenbytoken.hardware import Accelerator
+    from ..cost.hardware import Accelerator
 
 __all__ = [
     "Calibrated",
@@ -671,8 +671,8 @@ class Calibration:
         )
 
     def accelerator(self) -> Accelerator:
-        """This machine as an :class:`~tokenbytoken.hardware.Accelerator`, for ``tbt.predict``."""
-        from tokenbytoken.hardware import Accelerator
+        """This machine as an :class:`~tokenbytoken.cost.hardware.Accelerator`, for ``tbt.predict``."""
+        from ..cost.hardware import Accelerator
 
         if self.device == "cuda":
             name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory

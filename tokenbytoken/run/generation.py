@@ -1,4 +1,4 @@
-"""From logits to text: sampling, generation, streaming, speculation; and ``python -m tokenbytoken.generate``.
+"""From logits to text: sampling, generation, streaming, speculation; and ``python -m tokenbytoken.run.generation``.
 
 The loop that all of it shares: the state holds every token but the newest; the newest is pushed through the
 model, the logits of its position choose the next. Speculation pushes guesses of what will follow along with it, so
@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._numbers import not_negative, whole
-from .arithmetic import pass_cost
-from .checkpoint import Tokenizer, load, load_tokenizer
-from .decoder import Decoder, DecoderState
+from .._numbers import not_negative, whole
+from ..checkpoints.checkpoint import Tokenizer, load, load_tokenizer
+from ..cost.arithmetic import pass_cost
+from ..decoder import Decoder, DecoderState
 
 __all__ = [
     "Draft",
@@ -564,12 +564,12 @@ def speculate(
     return Speculation(tokens[first:], rounds)
 
 
-# --- python -m tokenbytoken.generate ------------------------------------------------------------------
+# --- python -m tokenbytoken.run.generation ------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tokenbytoken.generate",
+        prog="python -m tokenbytoken.run.generation",
         description="Stream text from a model, then say how fast it was and how near to this machine's limit.",
     )
     parser.add_argument("--prompt", required=True, help="the text to continue, or with --chat the user's message")
@@ -602,7 +602,7 @@ def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
 
 def _bandwidth(model: Decoder) -> float:
     """Bytes per second at which this machine reads one large matrix of the model's dtype."""
-    from .measure import timed
+    from ..measure import timed
 
     weight = torch.ones(40_000, 640, dtype=model.embed.weight.dtype, device=model.embed.weight.device)
     x = weight[:1].clone()

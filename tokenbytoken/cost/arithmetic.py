@@ -9,7 +9,7 @@ a multiply-add as 2. Causal attention is counted full and masked, as the square 
 implementation computes; ``causal=True`` counts only the pairs that survive the mask. Bytes are bytes:
 1 GB is 10^9, 1 GiB is 2^30. Activations are left out.
 
->>> from tokenbytoken.published import published
+>>> from tokenbytoken.models import published
 >>> count_parameters(published["llama-3.1-405b"]).total
 405853388800
 >>> state_bytes_per_token(published["llama-3.1-405b"])
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ._numbers import not_negative, positive, whole
-from .config import (
+from .._numbers import not_negative, positive, whole
+from ..config import (
     AttentionConfig,
     DecoderConfig,
     FeedForwardConfig,
@@ -36,7 +36,7 @@ from .config import (
     MixerConfig,
     MoEConfig,
 )
-from .published import AttentionShape
+from ..models import AttentionShape
 
 __all__ = [
     "Footprint",
@@ -244,7 +244,7 @@ def count_parameters(config: DecoderConfig | AttentionShape) -> ParameterCount:
 
     With tied embeddings the one table serves as head as well: ``active_without_embedding`` then still
     holds it, because the head multiplies by all of it, and ``active_without_embedding_and_head`` does not.
-    Raises ValueError for an :class:`~tokenbytoken.published.AttentionShape`.
+    Raises ValueError for an :class:`~tokenbytoken.models.AttentionShape`.
     """
     config = _need_decoder(config, "its parameters")
     total = sum(w.area * w.copies for w in weights(config))
@@ -352,7 +352,7 @@ def weight_bytes(config: DecoderConfig | AttentionShape, recipe: str = "bf16") -
         Jamba's ExpertsInt8: experts and dense feed-forwards in 1 byte, the rest in 2; their scales, one a
         row and 0.03 % of the whole, are not counted (arXiv 2408.12570, section 3.1).
 
-    Raises ValueError for an unknown recipe and for an :class:`~tokenbytoken.published.AttentionShape`.
+    Raises ValueError for an unknown recipe and for an :class:`~tokenbytoken.models.AttentionShape`.
     """
     config = _need_decoder(config, "its weights")
     chosen = _recipe(recipe)
@@ -598,7 +598,7 @@ def pass_cost(
     the distinct ones expected (:func:`distinct_experts`). Each cached token is read once and each new
     one written once, S + T together; a recurrent state is read and written. Activations are left out.
 
-    Raises ValueError for a size out of range, an unknown recipe and an :class:`~tokenbytoken.published.AttentionShape`.
+    Raises ValueError for a size out of range, an unknown recipe and an :class:`~tokenbytoken.models.AttentionShape`.
     """
     config = _need_decoder(config, "the cost of a pass")
     batch_size, context = whole("batch_size", batch_size), whole("context", context, 0)
@@ -698,7 +698,7 @@ def footprint(
     bytes_per_element: float = 2,
     recurrent_bytes_per_element: float = 4,
 ) -> Footprint:
-    """The footprint of a model in one memory; :func:`tokenbytoken.hardware.footprint_per_gpu` divides it."""
+    """The footprint of a model in one memory; :func:`tokenbytoken.cost.hardware.footprint_per_gpu` divides it."""
     bytes_per_element = positive("bytes_per_element", bytes_per_element)
     recurrent_bytes_per_element = positive("recurrent_bytes_per_element", recurrent_bytes_per_element)
     constant = recurrent_state(config)

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .checkpoint import Part, Stored, _fill, open_source, usable_device
-from .config import AttentionConfig, DecoderConfig, LayerConfig, SwiGLUConfig
-from .decoder import Decoder
+from ..checkpoints.checkpoint import Part, Stored, _fill, open_source, usable_device
+from ..config import AttentionConfig, DecoderConfig, LayerConfig, SwiGLUConfig
+from ..decoder import Decoder
 
 __all__ = [
     "Collectives",
@@ -163,7 +163,7 @@ def ranks(device: str | torch.device = "cpu", timeout: float = TIMEOUT) -> Itera
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
             f"{missing[0]} is not set: start the ranks with torchrun, as in "
-            "torchrun --nproc-per-node 2 -m tokenbytoken.generate --tensor-parallel …"
+            "torchrun --nproc-per-node 2 -m tokenbytoken.run.generation --tensor-parallel …"
         )
     # Without enough GPUs the ranks meet all the same, so that load_parallel refuses with one voice.
     on_gpus = str(device).startswith("cuda") and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -336,7 +336,7 @@ def _build(
 
 
 def _own_attention(config: AttentionConfig, hidden_size: int, group: dist.ProcessGroup) -> nn.Module:
-    from .attention import Attention
+    from ..layers.attention import Attention
 
     attention = Attention(config, hidden_size)
     attention.o_proj = SummedLinear(config.num_heads * config.head_dim, hidden_size, bias=config.output_bias)

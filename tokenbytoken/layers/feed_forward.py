@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import MoEConfig, SwiGLUConfig
+from ..config import MoEConfig, SwiGLUConfig
 
 __all__ = ["Experts", "MoE", "Router", "SwiGLU", "route"]
 

@@ -3,7 +3,7 @@
 One node of eight GPUs; a reader pastes 131,072 tokens and wants 1,000 back. Each row asks the question of
 one model in one form. Nothing in it is typed in: weights and state are counted from the config, times
 come from the roofline, plus an assumed 10 µs and a ring over the links for each message between GPUs
-(:func:`tokenbytoken.hardware.communication_seconds`). Activations are left out.
+(:func:`tokenbytoken.cost.hardware.communication_seconds`). Activations are left out.
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
 131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ._numbers import positive, whole
+from .._numbers import positive, whole
+from ..config import AttentionConfig, DecoderConfig
+from ..models import AttentionShape, published
 from .arithmetic import Footprint, state_bytes, weight_bytes
-from .config import AttentionConfig, DecoderConfig
 from .hardware import Accelerator, CacheLayout, Prediction, find_accelerator, footprint_per_gpu, predict
-from .published import AttentionShape, published
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
 
@@ -47,7 +47,7 @@ class Row:
 
     ``kv_heads`` counts the heads in the *cache* alone: the weights stay those of the published model, as
     when the heads of a GQA checkpoint are repeated before they are cached. ``cache`` as in
-    :func:`tokenbytoken.hardware.state_share`.
+    :func:`tokenbytoken.cost.hardware.state_share`.
     """
 
     config: DecoderConfig

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .config import Llama3Scaling, RopeConfig, YarnScaling
+from ..config import Llama3Scaling, RopeConfig, YarnScaling
 
 __all__ = ["frequencies", "rotate", "rotation", "yarn_mscale"]
 

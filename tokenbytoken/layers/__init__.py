@@ -1,0 +1,1 @@
+"""What a decoder is made of: mixers, feed-forwards, norms, positions, and the states they keep."""

@@ -1,0 +1,1 @@
+"""How a decoder writes: sampling, generation, speculation, serving, several GPUs."""
