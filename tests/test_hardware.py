@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,18 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tokenbytoken.cost.hardware
 from tokenbytoken.config import DecoderConfig
-from tokenbytoken.cost.arithmetic import count_parameters, max_batch, max_context, pass_cost, state_bytes, weight_bytes
-from tokenbytoken.cost.hardware import (
+from tokenbytoken.cost import (
     Accelerator,
     accelerators,
     communication_seconds,
+    count_parameters,
     crossover_batch,
     find_accelerator,
     footprint_per_gpu,
+    max_batch,
+    max_context,
+    pass_cost,
     predict,
+    state_bytes,
     state_share,
+    weight_bytes,
 )
 from tokenbytoken.models import published
 
@@ -361,9 +364,3 @@ def test_active_parameters_set_the_time_and_all_of_them_the_memory() -> None:
     read = count_parameters(config).active_without_embedding
     assert prediction.memory_seconds == pytest.approx(read / (8 * 4.8e12), rel=0.001)
     assert prediction.bytes_needed == pytest.approx(671.0e9, rel=0.001)
-
-
-def test_doctest() -> None:
-    result = doctest.testmod(tokenbytoken.cost.hardware)
-    assert result.attempted > 0
-    assert result.failed == 0

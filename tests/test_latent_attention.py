@@ -15,7 +15,6 @@ from families import T_DSV3, assert_close, deepseek_v3, ours, random_tokens, ref
 from test_parity_llama import feed
 
 import tokenbytoken as tbt
-from tokenbytoken.cost.arithmetic import latent_form
 from tokenbytoken.decoder import Pass
 from tokenbytoken.layers.latent_attention import LatentAttention, LatentCache
 
@@ -231,7 +230,7 @@ def derived(S: int, T: int) -> dict[str, int]:
 
 def last_absorbed(S: int) -> int:
     """The most new tokens for which the counted FLOPs choose the absorbed form."""
-    return max(T for T in range(1, S + 1) if latent_form(MLA, S - T, T) == "absorbed")
+    return max(T for T in range(1, S + 1) if MLA.cheaper_form(S - T, T) == "absorbed")
 
 
 @pytest.mark.parametrize("S", [171, 250, 400])
@@ -249,8 +248,8 @@ def test_the_threshold_rises_from_85_at_171_tokens_towards_171() -> None:
     assert thresholds == sorted(thresholds)
     assert thresholds[0] == 85
     for S, chosen in ((10**6, 170), (10**9, 170)):
-        assert latent_form(MLA, S - chosen, chosen) == "absorbed"
-        assert latent_form(MLA, S - chosen - 1, chosen + 1) == "expanded"  # 171 × 768 > 512 × 256
+        assert MLA.cheaper_form(S - chosen, chosen) == "absorbed"
+        assert MLA.cheaper_form(S - chosen - 1, chosen + 1) == "expanded"  # 171 × 768 > 512 × 256
 
 
 @pytest.mark.parametrize(("batch", "context", "new"), [(1, 0, 1), (1, 99, 1), (3, 90, 10), (2, 0, 60), (2, 40, 100)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import re
 from typing import Any
 
@@ -11,8 +9,7 @@ import numpy as np
 import pytest
 
 import tokenbytoken as tbt
-from tokenbytoken.cost.hardware import Accelerator, predict
-from tokenbytoken.cost.rows import Ledger, book, ledger, row
+from tokenbytoken.cost import Accelerator, Ledger, book, ledger, predict, row
 
 CONFIG = tbt.published["llama-3.1-405b"]
 
@@ -135,9 +132,3 @@ def test_integers_of_numpy_count_as_integers() -> None:
         for kind in (np.int64, int)
     )
     assert str(got) == str(want)
-
-
-def test_doctest() -> None:
-    result = doctest.testmod(importlib.import_module("tokenbytoken.cost.rows"))
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -249,12 +249,12 @@ def test_a_pass_sends_two_sums_a_layer_one_for_the_embedding_and_gathers_the_log
 def test_the_communication_model_counts_the_same_messages() -> None:
     h100 = tbt.accelerators["h100"]
     whole, t = tbt.published["llama-3.1-405b"], 8
-    seconds = tbt.cost.hardware.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
+    seconds = tbt.cost.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
     sums, ring = 2 * 126 + 1, (t - 1) / t / h100.link.bandwidth
     want = (sums + 1) * h100.link.latency + (2 * sums * 16384 + 128_256) * 4 * 2 * ring
     assert seconds == pytest.approx(want)
-    assert tbt.cost.hardware.links["nvlink"] == h100.link
-    assert tbt.cost.hardware.links["network"] == h100.network
+    assert tbt.cost.links["nvlink"] == h100.link
+    assert tbt.cost.links["network"] == h100.network
 
 
 def test_one_rank_is_the_plain_model_to_the_bit(results: dict) -> None:

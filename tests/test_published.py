@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import re
 from dataclasses import replace
 
 import pytest
 
 from tokenbytoken.config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig, MoEConfig
-from tokenbytoken.cost.arithmetic import count_parameters, state_bytes_per_token
+from tokenbytoken.cost import count_parameters, state_bytes_per_token
 from tokenbytoken.models import AttentionShape, provenance, published
 
 NAMES = [
@@ -133,9 +131,3 @@ def test_shapes_have_a_state_and_no_parameters(name: str) -> None:
         ValueError, match=rf"^{name} is known here by the shape of its attention only \(.+\): its state"
     ):
         count_parameters(published[name])
-
-
-def test_doctest() -> None:
-    result = doctest.testmod(importlib.import_module("tokenbytoken.models"))
-    assert result.attempted > 0
-    assert result.failed == 0

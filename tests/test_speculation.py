@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenbytoken as tbt
-from tokenbytoken.cost.arithmetic import expected_tokens
+from tokenbytoken.cost import expected_tokens
 from tokenbytoken.run.generation import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
 
 FAMILIES = {"llama": llama, "deepseek_v3": deepseek_v3, "mamba": mamba, "jamba": jamba}

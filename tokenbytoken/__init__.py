@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from .config import RopeConfig as RopeConfig
     from .config import SwiGLUConfig as SwiGLUConfig
     from .config import YarnScaling as YarnScaling
-    from .cost.arithmetic import ParameterCount as ParameterCount
-    from .cost.arithmetic import PassCost as PassCost
-    from .cost.arithmetic import attention_intensity as attention_intensity
-    from .cost.arithmetic import count_parameters as count_parameters
-    from .cost.arithmetic import max_batch as max_batch
-    from .cost.arithmetic import max_context as max_context
-    from .cost.arithmetic import pass_cost as pass_cost
-    from .cost.arithmetic import prefill_crossing as prefill_crossing
-    from .cost.arithmetic import state_bytes as state_bytes
-    from .cost.arithmetic import state_bytes_per_token as state_bytes_per_token
-    from .cost.arithmetic import weight_bytes as weight_bytes
-    from .cost.hardware import Accelerator as Accelerator
-    from .cost.hardware import Prediction as Prediction
-    from .cost.hardware import accelerators as accelerators
-    from .cost.hardware import predict as predict
-    from .cost.rows import ledger as ledger
+    from .cost import Accelerator as Accelerator
+    from .cost import ParameterCount as ParameterCount
+    from .cost import PassCost as PassCost
+    from .cost import Prediction as Prediction
+    from .cost import accelerators as accelerators
+    from .cost import attention_intensity as attention_intensity
+    from .cost import count_parameters as count_parameters
+    from .cost import ledger as ledger
+    from .cost import max_batch as max_batch
+    from .cost import max_context as max_context
+    from .cost import pass_cost as pass_cost
+    from .cost import predict as predict
+    from .cost import prefill_crossing as prefill_crossing
+    from .cost import state_bytes as state_bytes
+    from .cost import state_bytes_per_token as state_bytes_per_token
+    from .cost import weight_bytes as weight_bytes
     from .decoder import Decoder as Decoder
     from .decoder import DecoderState as DecoderState
     from .models import AttentionShape as AttentionShape
@@ -84,12 +84,11 @@ _NAMES = {
         "MoEConfig", "RopeConfig", "SwiGLUConfig", "YarnScaling",
     ),
     "models": ("AttentionShape", "published"),
-    "cost.arithmetic": (
+    "cost": (
         "ParameterCount", "PassCost", "attention_intensity", "count_parameters", "max_batch", "max_context",
-        "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes",
+        "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes", "Accelerator",
+        "Prediction", "accelerators", "predict", "ledger",
     ),
-    "cost.hardware": ("Accelerator", "Prediction", "accelerators", "predict"),
-    "cost.rows": ("ledger",),
     "decoder": ("Decoder", "DecoderState"),
     "run.generation": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",

@@ -1,6 +1,7 @@
 """One rule for the numbers that a caller hands in: Python's, numpy's and torch's pass, a bool or a text never does.
 
-Each function returns the plain Python number, or raises a ValueError that names what is wrong.
+Each function returns the plain Python number, or raises a ValueError that names what is wrong. A symbol passes
+unseen, so that closed forms can be traced; its value is checked by whoever gives it one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import math
 from operator import index
 from typing import Any
 
+from ._algebra import is_symbolic
+
 #: No index is larger, and products of several such numbers still fit a float.
 LIMIT = 2**63
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
     """``value`` as an integer of at least ``least``; a float is refused, even one without a fraction."""
+    if is_symbolic(value):
+        return value
     number = _plain(value)
     if not isinstance(number, int) or number < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
@@ -26,6 +31,8 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 
 def positive(name: str, value: Any) -> float:
     """``value`` as a number above 0. Integers stay integers, so that sums of bytes stay exact."""
+    if is_symbolic(value):
+        return value
     number = _plain(value)
     if not 0 < number < math.inf:
         raise ValueError(f"{name} must be a number above 0, not {value!r}")
@@ -36,6 +43,8 @@ def positive(name: str, value: Any) -> float:
 
 def not_negative(name: str, value: Any) -> float:
     """``value`` as a finite number of at least 0."""
+    if is_symbolic(value):
+        return value
     number = _plain(value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
@@ -44,7 +53,7 @@ def not_negative(name: str, value: Any) -> float:
 
 def share(name: str, value: Any) -> float:
     """``value`` as a number above 0 and at most 1."""
-    if not 0 < _plain(value) <= 1:
+    if not is_symbolic(value) and not 0 < _plain(value) <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, not {value!r}")
     return positive(name, value)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .config import DecoderConfig
+from .config import AttentionConfig, DecoderConfig, Weight
 
 __all__ = ["AttentionShape", "Confidence", "Provenance", "provenance", "published"]
 
@@ -39,6 +39,19 @@ class AttentionShape:
     head_dim: int
     max_positions: int | None = None
     missing: str = ""
+
+    @property
+    def mixers(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer."""
+        mixer = AttentionConfig(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return (mixer,) * self.num_layers
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Not known: raises ValueError."""
+        raise ValueError(
+            f"{self.name} is known here by the shape of its attention only ({self.missing} are not built by this "
+            "package): its state can be computed, its weights, parameters and passes cannot"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

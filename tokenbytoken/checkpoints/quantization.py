@@ -431,7 +431,7 @@ def quantize_model(
     return new
 
 
-#: What :func:`quantize_model` is asked for by a recipe that :func:`tokenbytoken.cost.arithmetic.weight_bytes` counts.
+#: What :func:`quantize_model` is asked for by a recipe that :func:`tokenbytoken.cost.weight_bytes` counts.
 recipes: dict[str, dict[str, Any]] = {
     "fp8-ffn": {"include": "ffn", "activations": "row", "activation_bound": 1200.0},
     "fp8-block": {"granularity": "block", "activations": "tile"},
@@ -441,7 +441,7 @@ recipes: dict[str, dict[str, Any]] = {
 
 
 def quantize_as(model: Decoder, recipe: str, **options: Any) -> Decoder:
-    """A decoder stored by a recipe of :func:`tokenbytoken.cost.arithmetic.weight_bytes`; ``model`` is left as it is.
+    """A decoder stored by a recipe of :func:`tokenbytoken.cost.weight_bytes`; ``model`` is left as it is.
 
     ``"fp8-ffn"`` is Llama 3.1's; ``"fp8-block"`` DeepSeek-V3's, with activations in tiles of 1 × 128 and router biases
     in float32; ``"int8"`` and Jamba's ``"int8-experts"`` have a scale for each row and leave activations as they are.

@@ -3,7 +3,7 @@
 One node of eight GPUs; a reader pastes 131,072 tokens and wants 1,000 back. Each row asks the question of
 one model in one form. Nothing in it is typed in: weights and state are counted from the config, times
 come from the roofline, plus an assumed 10 µs and a ring over the links for each message between GPUs
-(:func:`tokenbytoken.cost.hardware.communication_seconds`). Activations are left out.
+(:func:`tokenbytoken.cost.communication_seconds`). Activations are left out.
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
 131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
@@ -14,31 +14,30 @@ llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2      
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .._numbers import positive, whole
-from ..config import AttentionConfig, DecoderConfig
+from ..config import DecoderConfig, MixerConfig
 from ..models import AttentionShape, published
-from .arithmetic import Footprint, state_bytes, weight_bytes
-from .hardware import Accelerator, CacheLayout, Prediction, find_accelerator, footprint_per_gpu, predict
+from .fits import Footprint
+from .hardware import Accelerator, find_accelerator
+from .parameters import weight_bytes
+from .placement import CacheLayout, Placement, footprint_on
+from .prediction import Prediction, predict
+from .state import state_bytes
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
 
 
 def _with_kv_heads(config: DecoderConfig, kv_heads: int) -> DecoderConfig:
-    """The same decoder with another number of KV heads in every attention layer."""
-    layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, num_kv_heads=kv_heads))
-        if isinstance(layer.mixer, AttentionConfig)
-        else layer
-        for layer in config.layers
-    )
-    if layers == config.layers and kv_heads not in _kv_heads(config):
+    """The same decoder with another number of KV heads in every mixer that has any."""
+
+    def change(mixer: Any) -> MixerConfig:
+        return replace(mixer, num_kv_heads=kv_heads) if hasattr(mixer, "num_kv_heads") else mixer
+
+    if not any(hasattr(mixer, "num_kv_heads") for mixer in config.mixers):
         raise ValueError(f"{config.name or 'this model'} has no attention layers whose KV heads could be set")
-    return replace(config, layers=layers)
-
-
-def _kv_heads(config: DecoderConfig) -> set[int]:
-    return {layer.mixer.num_kv_heads for layer in config.layers if isinstance(layer.mixer, AttentionConfig)}
+    return replace(config, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in config.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Row:
 
     ``kv_heads`` counts the heads in the *cache* alone: the weights stay those of the published model, as
     when the heads of a GQA checkpoint are repeated before they are cached. ``cache`` as in
-    :func:`tokenbytoken.cost.hardware.state_share`.
+    :func:`tokenbytoken.cost.state_share`.
     """
 
     config: DecoderConfig
@@ -76,14 +75,13 @@ class Row:
 
     @property
     def _footprint(self) -> Footprint:
-        cached = footprint_per_gpu(
-            self._cached,
+        placement = Placement(
             gpus=self.gpus,
             recipe=self.recipe,
             state_bytes_per_element=self.state_bytes_per_element,
             cache=self.cache,
         )
-        return replace(cached, weights=self.weight_bytes / self.gpus)
+        return replace(footprint_on(self._cached, placement), weights=self.weight_bytes / self.gpus)
 
     @property
     def weights_fit(self) -> bool:

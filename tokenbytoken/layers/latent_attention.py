@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LatentAttentionConfig, YarnScaling
-from ..cost.arithmetic import latent_form
 from .attention import attend
 from .norm import RMSNorm
 from .rope import yarn_mscale
@@ -95,7 +94,8 @@ class LatentAttention(nn.Module):
     """Causal self-attention through a latent: x (B, T, M) → (B, T, M), with an optional cache of earlier latents.
 
     ``form`` is ``"absorbed"``, ``"expanded"``, or ``"auto"``: whichever needs fewer FLOPs for the T new tokens and
-    the S held (:func:`~tokenbytoken.cost.arithmetic.latent_form`). It can be set at any time; ValueError for another word.
+    the S held (:meth:`~tokenbytoken.config.LatentAttentionConfig.cheaper_form`). It can be set at any time;
+    ValueError for another word.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LatentAttention(nn.Module):
             held = cache.append(latent, k_rope, step.start)  # (B, S, R + rope)
 
         S = held.shape[1]
-        form = latent_form(c, S - T, T) if self.form == "auto" else self.form
+        form = c.cheaper_form(S - T, T) if self.form == "auto" else self.form
         attend_to = self._absorbed if form == "absorbed" else self._expanded
         out = attend_to(q_nope, q_rope, held, step.padding)  # (B, H, T, v)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))

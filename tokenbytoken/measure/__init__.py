@@ -38,7 +38,7 @@ from .._paths import BOOK, book_file
 from ..layers.mamba import product
 
 if TYPE_CHECKING:
-    from ..cost.hardware import Accelerator
+    from ..cost import Accelerator
 
 __all__ = [
     "Calibrated",
@@ -672,7 +672,7 @@ class Calibration:
 
     def accelerator(self) -> Accelerator:
         """This machine as an :class:`~tokenbytoken.cost.hardware.Accelerator`, for ``tbt.predict``."""
-        from ..cost.hardware import Accelerator
+        from ..cost import Accelerator
 
         if self.device == "cuda":
             name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._numbers import not_negative, whole
 from ..checkpoints.checkpoint import Tokenizer, load, load_tokenizer
-from ..cost.arithmetic import pass_cost
+from ..cost import pass_cost
 from ..decoder import Decoder, DecoderState
 
 __all__ = [

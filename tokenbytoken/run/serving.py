@@ -27,8 +27,7 @@ import torch
 
 from .._numbers import not_negative, positive, whole
 from ..config import DecoderConfig
-from ..cost.arithmetic import pass_cost
-from ..cost.hardware import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu
+from ..cost import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu, pass_cost
 from ..decoder import Decoder, DecoderState
 from .generation import _ids, sample
 
@@ -108,7 +107,7 @@ def roofline(
     state_bytes_per_element: float = 2,
     causal: bool = True,
 ) -> Cost:
-    """The cost function of a model on a machine: the pass of :func:`~tokenbytoken.cost.hardware.predict`, for unequal rows.
+    """The cost function of a model on a machine: the pass of :func:`~tokenbytoken.cost.predict`, for unequal rows.
 
     The weights are read once for all rows; FLOPs and state add up over them. One row of logits is counted
     for each sequence. ``causal`` counts only the pairs of query and key that the mask leaves.
