@@ -16,8 +16,9 @@ from typing import NoReturn
 from ._numbers import whole
 from ._paths import read_json
 from .config import DecoderConfig
-from .cost.arithmetic import count_parameters, recipes, state_bytes, state_bytes_per_token, weight_bytes
+from .cost.arithmetic import count_parameters, state_bytes, state_bytes_per_token, weight_bytes
 from .cost.hardware import Prediction, accelerators, find_accelerator, footprint_per_gpu, predict
+from .cost.recipes import recipes
 from .models import AttentionShape, published
 
 

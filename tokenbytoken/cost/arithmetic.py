@@ -37,12 +37,14 @@ from ..config import (
     MoEConfig,
 )
 from ..models import AttentionShape
+from .recipes import BLOCK as _BLOCK
+from .recipes import Recipe
+from .recipes import recipe_named as _recipe
 
 __all__ = [
     "Footprint",
     "ParameterCount",
     "PassCost",
-    "Recipe",
     "RecurrentState",
     "Weight",
     "attention_intensity",
@@ -57,7 +59,6 @@ __all__ = [
     "mtp_weights",
     "pass_cost",
     "prefill_crossing",
-    "recipes",
     "recurrent_state",
     "state_bytes",
     "state_bytes_per_token",
@@ -262,53 +263,6 @@ def count_parameters(config: DecoderConfig | AttentionShape) -> ParameterCount:
 
 
 # --- bytes of the weights ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How many bytes each weight takes, and which products run in FP8.
-
-    Weights with a role in ``one_byte`` take one byte and, by ``scales``, a float32 scale for each row or
-    each 128 x 128 block; all others take ``bytes``. ``fp8_products`` says that activations are FP8 too;
-    otherwise one-byte weights are widened before the product, and save bytes but no arithmetic.
-    """
-
-    bytes: int
-    one_byte: frozenset[Role] = frozenset()
-    scales: Literal["none", "row", "block"] = "none"
-    skip_first_and_last_layer: bool = False
-    float32_router_bias: bool = False
-    with_mtp: bool = False
-    fp8_products: bool = False
-
-
-_BLOCK_LINEARS: frozenset[Role] = frozenset({"attention", "mamba", "feed_forward", "expert"})
-_FEED_FORWARDS: frozenset[Role] = frozenset({"feed_forward", "expert"})
-
-#: The recipes that the book uses; :func:`weight_bytes` says what each keeps at two bytes.
-#:
-#: :meta hide-value:
-recipes: dict[str, Recipe] = {
-    "fp32": Recipe(bytes=4),
-    "bf16": Recipe(bytes=2),
-    "fp8-all": Recipe(bytes=1, fp8_products=True),
-    "fp8-ffn": Recipe(
-        bytes=2, one_byte=_FEED_FORWARDS, scales="row", skip_first_and_last_layer=True, fp8_products=True
-    ),
-    "fp8-block": Recipe(
-        bytes=2, one_byte=_BLOCK_LINEARS, scales="block", float32_router_bias=True, with_mtp=True, fp8_products=True
-    ),
-    "int8": Recipe(bytes=2, one_byte=_BLOCK_LINEARS, scales="row"),
-    "int8-experts": Recipe(bytes=2, one_byte=_FEED_FORWARDS),
-}
-
-_BLOCK = 128  # rows and columns of a block with one scale (arXiv 2412.19437, 3.3.2)
-
-
-def _recipe(name: str) -> Recipe:
-    if name not in recipes:
-        raise ValueError(f"unknown recipe {name!r}: one of {', '.join(recipes)}")
-    return recipes[name]
 
 
 def _is_one_byte(weight: Weight, recipe: Recipe, last_layer: int) -> bool:

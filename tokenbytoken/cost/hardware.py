@@ -19,7 +19,8 @@ from typing import Literal
 
 from .._numbers import positive, share, whole
 from ..config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig
-from .arithmetic import Footprint, PassCost, _need_decoder, footprint, pass_cost, recipes
+from .arithmetic import Footprint, PassCost, _need_decoder, footprint, pass_cost
+from .recipes import recipes
 
 __all__ = [
     "Accelerator",
