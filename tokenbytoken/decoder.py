@@ -226,7 +226,7 @@ class Decoder(nn.Module):
     def kind(self) -> tuple[Any, ...]:
         """What a state must have in common with this model: its layers, dtype, and what its caches store."""
         mixers: list[Any] = [layer.mixer for layer in self.layers]  # under tensor parallelism, of fewer heads
-        caches = tuple((mixer.config, getattr(mixer, "cache_class", None)) for mixer in mixers)
+        caches = tuple((mixer.config, getattr(mixer, "cache_format", None)) for mixer in mixers)
         return self.config.layers, self.embed.weight.dtype, caches
 
     def new_state(
