@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tokenbytoken as tbt
+from tokenbytoken.decoder import Pass
 from tokenbytoken.layers.attention import Attention
 from tokenbytoken.layers.feed_forward import MoE
-from tokenbytoken.decoder import Pass
 from tokenbytoken.layers.mamba import Mamba, MambaState, selective_scan
 
 TOLERANCE, MISS = 5e-5, 5e-3

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
@@ -53,7 +53,11 @@ def test_a_traced_prediction_is_the_prediction(
         "batch": batch, "context": context, "new": new, "gpus": parallel * stages, "parallel": parallel,
         "bytes": bytes_,
     }  # fmt: skip
-    traced, direct = predicted(*N.values()), predicted(*values.values())
+    try:
+        direct = predicted(*values.values())
+    except ValueError:  # heads that cannot be dealt to so many GPUs
+        assume(False)
+    traced = predicted(*N.values())
     for field in ("bytes_needed", "bytes_available"):
         assert getattr(traced, field).evaluate(**values) == getattr(direct, field)
     for field in ("flops", "flops_linear", "flops_attention", "bytes", "weight_bytes", "state_bytes"):

@@ -151,7 +151,9 @@ class DecoderState:
     row's pads and is fixed at creation.
     """
 
-    def __init__(self, kind: Hashable, layers: list[LayerState], max_length: int, padding: Tensor, length: int = 0) -> None:
+    def __init__(
+        self, kind: Hashable, layers: list[LayerState], max_length: int, padding: Tensor, length: int = 0
+    ) -> None:
         self.kind = kind  # which models it serves: those of the same `Decoder.kind`
         self.layers = layers
         self.max_length = max_length
@@ -282,7 +284,7 @@ class Decoder(nn.Module):
     def kind(self) -> Hashable:
         """What a state must have in common with this model: its layers, dtype, and what its caches store."""
         # Under tensor parallelism the mixers are of fewer heads.
-        caches = tuple((mixer.config, getattr(mixer, "cache_class", None)) for mixer in self.mixers)
+        caches = tuple((mixer.config, getattr(mixer, "cache_format", None)) for mixer in self.mixers)
         return self.config.layers, self.embed.weight.dtype, caches
 
     def new_state(

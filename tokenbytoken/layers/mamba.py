@@ -163,9 +163,14 @@ class MambaState:
         conv = torch.zeros(batch_size, I, config.conv_size - 1, dtype=dtype, device=device)
         return cls(conv, torch.zeros(batch_size, I, N, dtype=_wide(dtype), device=device))
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [self.conv, self.ssm]
+
     def nbytes(self, length: int | None = None) -> int:
         """Bytes allocated, which is also what any number of tokens uses."""
-        return sum(t.numel() * t.element_size() for t in (self.conv, self.ssm))
+        return sum(t.nbytes for t in self.tensors)
 
     def mark(self) -> MambaMark:
         return MambaMark(self.conv.clone(), self.ssm.clone())

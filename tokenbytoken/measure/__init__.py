@@ -671,7 +671,7 @@ class Calibration:
         )
 
     def accelerator(self) -> Accelerator:
-        """This machine as an :class:`~tokenbytoken.cost.hardware.Accelerator`, for ``tbt.predict``."""
+        """This machine as an :class:`~tokenbytoken.cost.Accelerator`, for ``tbt.predict``."""
         from ..cost import Accelerator
 
         if self.device == "cuda":
