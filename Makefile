@@ -32,7 +32,7 @@ serve: book  ## build the site and serve it on this machine
 	@$(PY) -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
 
 test: $(STAMP)  ## lint, package tests, notebooks, book, browser, Colab edition; with the time of each
-	@$(PY) tests/stages.py
+	@$(PY) tests/stages.py $(STAGES)
 
 lint: $(STAMP)  ## ruff, mypy, and the schemas of the YAML files
 	@$(PY) tests/stages.py lint

@@ -112,10 +112,11 @@ class GatedLinear(nn.Module):
         H, D = self.config.num_heads, self.config.head_dim
         memory = (state or self.new_state(B, T, x.dtype, x.device)).matrices
         keys = step.without_pads(self.k_proj(x))  # pads come first: they leave the memory empty
-        q, k, v, gate = (t.to(memory.dtype).view(B, T, H, D) for t in (self.q_proj(x), keys, self.v_proj(x), self.gate_proj(x)))
+        projected = (self.q_proj(x), keys, self.v_proj(x), self.gate_proj(x).sigmoid())
+        q, k, v, gate = (t.to(memory.dtype).view(B, T, H, D) for t in projected)
         out = []
         for t in range(T):
-            decayed = product(memory, gate[:, t].sigmoid()[..., None])  # (B, H, D, D)
+            decayed = product(memory, gate[:, t, :, :, None])  # (B, H, D, D)
             memory = torch.addcmul(decayed, k[:, t, :, :, None], v[:, t, :, None, :])
             out.append(q[:, t, :, None] @ memory)  # (B, H, 1, D)
         if state is not None:
