@@ -52,7 +52,7 @@ colab: $(STAMP)  ## write the stand-alone notebooks into _build/colab
 test-colab: colab  ## run every stand-alone notebook in a clean environment
 	@$(PY) -m pytest tests/test_colab.py --all-chapters
 
-test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads and on older instruction sets
+test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads, on older instruction sets, and perturbed
 	@$(PY) tests/matrix.py
 
 measure: $(STAMP)  ## calibrate this machine and print what it reaches
