@@ -49,6 +49,7 @@ _NAMES = {
     ),
     "hardware": ("Accelerator", "Prediction", "accelerators", "predict"),
     "ledger": ("ledger",),
+    "_table": ("table",),
     "decoder": ("Decoder", "DecoderState"),
     "generate": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
