@@ -16,7 +16,7 @@ DATA = {"models.py"}  # tables of published figures: as long as they are
 
 #: Each room may use those before it. A file at the top is a room of its own.
 ORDER = (
-    "_algebra", "_numbers", "_paths", "config", "models", "cost", "layers", "decoder", "checkpoints", "run", "measure",
+    "_algebra", "_numbers", "_paths", "_table", "config", "models", "cost", "layers", "decoder", "checkpoints", "run", "measure",
     "page", "commands", "__main__",
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import models as models
     from . import page as page
     from . import run as run
+    from ._table import table as table
     from .checkpoints.checkpoint import load as load
     from .checkpoints.checkpoint import load_tokenizer as load_tokenizer
     from .checkpoints.number_formats import to_fp8 as to_fp8
@@ -89,6 +90,7 @@ _NAMES = {
         "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes", "Accelerator",
         "Prediction", "accelerators", "predict", "ledger",
     ),
+    "_table": ("table",),
     "decoder": ("Decoder", "DecoderState"),
     "run.generation": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
