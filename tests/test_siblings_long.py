@@ -86,7 +86,7 @@ def test_longer_orders_predict_better_and_each_byte_but_the_first_is_counted() -
 @compiled
 @pytest.mark.parametrize("length", [1, 16, 41])
 def test_the_scan_equals_the_packages_loop(length: int) -> None:
-    from tokenbytoken.mamba import selective_scan
+    from tokenbytoken.layers import selective_scan
 
     rng = np.random.default_rng(length)
     shapes = ((2, length, 64), (2, length, 64), (64, 16), (2, length, 16), (2, length, 16))
