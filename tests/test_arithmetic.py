@@ -39,13 +39,13 @@ from tokenbytoken.cost import (
     mtp_weights,
     pass_cost,
     prefill_crossing,
-    recipes,
     recurrent_state,
     state_bytes,
     state_bytes_per_token,
     weight_bytes,
     weights,
 )
+from tokenbytoken.cost.recipes import recipes
 from tokenbytoken.models import AttentionShape, published
 
 CONFIGS = {name: config for name, config in published.items() if isinstance(config, DecoderConfig)}

@@ -19,6 +19,7 @@ from families import (
     assert_differs,
     deepseek_v2,
     deepseek_v3,
+    held_by,
     jamba,
     mamba,
     mixtral,
@@ -30,9 +31,8 @@ from fuzz import feed
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.layers.attention import KVCache
+from tokenbytoken.layers.cache import Cache
 from tokenbytoken.layers.feed_forward import MoE
-from tokenbytoken.layers.latent_attention import LatentCache
 from tokenbytoken.layers.mamba import Mamba, MambaState
 
 FAMILIES = {"deepseek_v3": deepseek_v3, "deepseek_v2": deepseek_v2, "mixtral": mixtral, "mamba": mamba, "jamba": jamba}
@@ -128,12 +128,12 @@ def test_tokens_that_do_not_fit_are_refused_before_anything_is_written(pairs: di
     tokens = random_tokens(1, 17)
     state = model.new_state(1, 16)
     model(tokens[:, :12], state)
-    held = [t.clone() for layer in state.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    held = [t.clone() for t in held_by(state)]
     for wrong in (tokens[:, :5], tokens, torch.full((1, 2), 97)):
         with pytest.raises(ValueError, match=r"at most 16|outside the vocabulary"):
             model(wrong, state)
     assert state.length == 12
-    now = [t for layer in state.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    now = held_by(state)
     assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True))
     with pytest.raises(ValueError, match="16"):
         tbt.generate(model, tokens[0, :12].tolist(), 8, max_length=16)
@@ -172,7 +172,7 @@ def test_hidden_states_and_caches_keep_bfloat16_in_every_layer(pairs: dict[str, 
     for handle in handles:
         handle.remove()
     assert {hidden.dtype for hidden in seen} == {torch.bfloat16}
-    held = {t.dtype for layer in state.layers for t in vars(layer).values() if isinstance(t, Tensor)}
+    held = {t.dtype for t in held_by(state)}
     sums = {layer.ssm.dtype for layer in state.layers if isinstance(layer, MambaState)}
     assert held - sums == {torch.bfloat16}
     assert sums == ({torch.float32} if family == "jamba" else set())
@@ -188,7 +188,7 @@ def test_expanded_keys_and_values_would_take_nine_times_the_latent_of_v2_lite() 
     # Each head's own key and value, as kv_b_proj makes them, and its copy of the rotated key; two bytes a number.
     expanded = sum(2 * (m.kv_b_proj.out_features + m.config.num_heads * m.config.qk_rope_head_dim) for m in mixers)
     assert expanded == 276_480
-    held = sum(LatentCache.empty(m.config, 1, 1, torch.bfloat16, torch.device("meta")).nbytes() for m in mixers)
+    held = sum(m.new_state(1, 1, torch.bfloat16, torch.device("meta")).nbytes() for m in mixers)
     assert held == 31_104
     assert round(expanded / held, 1) == 8.9
 
@@ -222,7 +222,7 @@ def test_without_zeroed_pads_a_convolutions_bias_would_reach_the_scan(
     theirs = reference(input_ids=batch, attention_mask=mask, use_cache=False).logits
     assert_close(theirs[:1, 5:], want)
     assert_close(feed(model, batch, [12], padding=[5, 0])[:1, 5:], want)
-    monkeypatch.setattr("tokenbytoken.layers.mamba.without_pads", lambda x, step: x)
+    monkeypatch.setattr("tokenbytoken.decoder.Pass.without_pads", lambda step, x: x)
     assert_differs(feed(model, batch, [12], padding=[5, 0])[:1, 5:], want, 0.1)
 
 
@@ -273,16 +273,16 @@ def test_the_length_of_a_hybrids_state_does_not_come_from_its_first_layer(offset
     assert state.length == 33
     assert_close(torch.cat(got, 1), reference_logits(reference, tokens), 5e-5)
     for layer in state.layers:  # what past tokens left: 33 keys, and nothing behind them
-        if isinstance(layer, KVCache):
-            assert layer.k[:, :, :33].abs().amax(-1).min() > 0
-            assert layer.k[:, :, 33:].abs().max() == 0
+        if isinstance(layer, Cache):
+            assert layer["k"][:, :, :33].abs().amax(-1).min() > 0
+            assert layer["k"][:, :, 33:].abs().max() == 0
 
 
 def test_only_the_attention_layers_of_a_hybrid_hold_keys() -> None:  # C63
     config = tbt.published["jamba-v0.1"]
     with torch.device("meta"):
         state = tbt.Decoder(config).to(torch.bfloat16).new_state(1, 262_144)
-    caches = [layer for layer in state.layers if isinstance(layer, KVCache)]
+    caches = [layer for layer in state.layers if isinstance(layer, Cache)]
     assert len(caches) == 4
     assert sum(cache.nbytes(1) for cache in caches) == 16_384
     assert sum(cache.nbytes() for cache in caches) == 4 * 2**30

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import T_LLAMA, assert_close, assert_differs, llama, ours, random_tokens, reference_logits
+from families import T_LLAMA, assert_close, assert_differs, held_by, llama, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
 from tokenbytoken.layers.attention import attend
@@ -168,7 +168,8 @@ def test_positions_counted_from_the_padded_length_would_be_caught(
     short = random_tokens(1, 34, seed=1)
     state = model.new_state(1, 39, padding=[5])
     model(F.pad(short[:, :-1], (5, 0)), state)
-    state.layers[0].k[:, :, :38] = state.layers[0].k[:, :, :38].roll(1, dims=2)  # keys one position off
+    keys = state.layers[0]["k"]
+    keys[:, :, :38] = keys[:, :, :38].roll(1, dims=2)  # one position off
     assert_differs(model(short[:, -1:], state), reference_logits(reference, short)[:, -1:])
 
 
@@ -194,7 +195,7 @@ def test_state_bytes_equal_the_closed_form(pair: tuple[torch.nn.Module, tbt.Deco
     _, model = pair
     state = model.new_state(3, 40)
     assert state.nbytes == tbt.state_bytes(model.config, 3, 40, bytes_per_element=4)
-    assert state.nbytes == sum(t.numel() * t.element_size() for layer in state.layers for t in (layer.k, layer.v))
+    assert state.nbytes == sum(t.numel() * t.element_size() for t in held_by(state))
     assert state.nbytes_used == 0
     model(random_tokens(3, 7), state)
     assert state.length == 7
@@ -204,7 +205,7 @@ def test_state_bytes_equal_the_closed_form(pair: tuple[torch.nn.Module, tbt.Deco
 
 def test_cached_keys_are_not_expanded(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     state = pair[1].new_state(1, 8)
-    assert state.layers[0].k.shape == (1, 2, 8, 16)  # 2 key/value heads, not 4 query heads
+    assert state.layers[0]["k"].shape == (1, 2, 8, 16)  # 2 key/value heads, not 4 query heads
 
 
 def test_c09_a_fork_leaves_the_original_alone(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
@@ -212,15 +213,13 @@ def test_c09_a_fork_leaves_the_original_alone(pair: tuple[torch.nn.Module, tbt.D
     prefix, first, second = random_tokens(1, 9), random_tokens(1, 5, seed=1), random_tokens(1, 6, seed=2)
     state = model.new_state(1, 16)
     model(prefix, state)
-    kept = [(layer.k.clone(), layer.v.clone()) for layer in state.layers]
+    kept = [t.clone() for t in held_by(state)]
     one = model(first, state.copy())
     model(second, state.copy())
     again = model(first, state.copy())
     assert torch.equal(one, again)
     assert state.length == 9
-    assert all(
-        torch.equal(layer.k, k) and torch.equal(layer.v, v) for layer, (k, v) in zip(state.layers, kept, strict=True)
-    )
+    assert all(map(torch.equal, held_by(state), kept))
 
 
 def test_rewind_forgets_what_came_after(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
@@ -393,7 +392,7 @@ def test_bad_passes_are_refused_and_change_nothing(pair: tuple[torch.nn.Module, 
     _, model = pair
     state = model.new_state(2, 10)
     model(random_tokens(2, 6), state)
-    before = [layer.k.clone() for layer in state.layers]
+    before = [t.clone() for t in held_by(state)]
     for tokens, words in [
         (random_tokens(2, 5), "holds 6 of at most 10"),  # C10
         (random_tokens(3, 1), "made for 2"),
@@ -410,7 +409,7 @@ def test_bad_passes_are_refused_and_change_nothing(pair: tuple[torch.nn.Module, 
     with pytest.raises(ValueError, match="logits"):
         model(random_tokens(2, 1), state, logits="some")
     assert state.length == 6
-    assert all(torch.equal(layer.k, k) for layer, k in zip(state.layers, before, strict=True))
+    assert all(map(torch.equal, held_by(state), before))
 
 
 @pytest.mark.parametrize(

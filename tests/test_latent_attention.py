@@ -16,7 +16,7 @@ from test_parity_llama import feed
 
 import tokenbytoken as tbt
 from tokenbytoken.decoder import Pass
-from tokenbytoken.layers.latent_attention import LatentAttention, LatentCache
+from tokenbytoken.layers.latent_attention import LatentAttention
 
 V3 = tbt.published["deepseek-v3"]
 MLA: Any = V3.layers[0].mixer
@@ -100,22 +100,23 @@ def test_the_cache_is_the_normed_latent_and_one_rotated_key_as_transformers_has_
     model(tokens, state)
     theirs = reference(input_ids=tokens, use_cache=True).past_key_values
     for layer, held in zip(theirs.layers, state.layers, strict=True):
-        assert isinstance(held, LatentCache)
-        tensors = [value for value in vars(held).values() if isinstance(value, torch.Tensor)]
-        assert sum(tensor.numel() for tensor in tensors) == 2 * 24 * (16 + 8)  # and no head axis
-        assert_close(held.latent, layer.keys.squeeze(1), 1e-4)
+        assert list(held.parts) == ["latent"]
+        assert held["latent"].shape == (2, 24, 16 + 8)  # and no head axis
+        latent, rotary_key = held["latent"].split([16, 8], dim=-1)
+        assert_close(latent, layer.keys.squeeze(1), 1e-4)
         # transformers turns interleaved pairs and leaves them apart: first halves, then second halves
-        pairs = held.rotary_key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        pairs = rotary_key.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         assert_close(pairs, layer.values.squeeze(1), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3"])
 def test_bytes_allocated_are_those_of_the_arithmetic_at_full_size(name: str) -> None:
     config = tbt.published[name]
-    caches = [LatentCache.empty(layer.mixer, 2, 100, torch.bfloat16, torch.device("meta")) for layer in config.layers]
+    with torch.device("meta"):
+        caches = tbt.Decoder(config).to(torch.bfloat16).new_state(2, 100).layers
     assert sum(cache.nbytes() for cache in caches) == tbt.state_bytes(config, 2, 100)
     assert sum(cache.nbytes(1) for cache in caches) == 2 * tbt.state_bytes_per_token(config)
-    assert sum(cache.entries.untyped_storage().nbytes() for cache in caches) == tbt.state_bytes(config, 2, 100)
+    assert sum(cache["latent"].untyped_storage().nbytes() for cache in caches) == tbt.state_bytes(config, 2, 100)
     published = {"deepseek-v2-lite": 31_104, "deepseek-v2": 69_120, "deepseek-v3": 70_272}
     assert tbt.state_bytes_per_token(config) == published[name]
 
@@ -137,8 +138,9 @@ def test_the_norm_of_the_latent_leaves_the_rotary_key_alone() -> None:  # C35
         model(tokens, state)
         kept.append(state.layers[0])
         model.layers[0].mixer.kv_a_norm.weight.mul_(1.3)
-    assert torch.equal(kept[0].rotary_key, kept[1].rotary_key)
-    assert_close(kept[1].latent, kept[0].latent * 1.3, 1e-6)
+    (latent, rotary_key), (scaled, same) = (cache["latent"].split([16, 8], dim=-1) for cache in kept)
+    assert torch.equal(rotary_key, same)
+    assert_close(scaled, latent * 1.3, 1e-6)
 
 
 def test_caches_are_cut_back_forked_chosen_and_joined() -> None:
@@ -167,7 +169,7 @@ def test_everything_stays_in_the_models_dtype() -> None:  # C44
     state = model.new_state(1, 12)
     for form in ("expanded", "absorbed"):
         assert set_form(model, form)(random_tokens(1, 5), state).dtype == torch.bfloat16
-    assert {cache.entries.dtype for cache in state.layers} == {torch.bfloat16}
+    assert {cache["latent"].dtype for cache in state.layers} == {torch.bfloat16}
 
 
 # --- the scale of the softmax ----------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_a_pass_that_cannot_be_is_refused_and_leaves_the_state_as_it_was(setup: 
     x = torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(0))
     full, fresh = setup.mtp.new_state(2, 4), setup.mtp.new_state(2, 9)
     want = setup.mtp(x, x, full)
-    held = full.layers[0].entries.clone()
+    held = full.layers[0]["latent"].clone()
     for hidden, embedded, state, message in (
         (x[:, :1], x[:, :1], full, "1 more positions do not fit: the state holds 4 of at most 4"),
         (x, x[:, :3], None, r"both must be \(B, T, 48\)"),
@@ -323,7 +323,7 @@ def test_a_pass_that_cannot_be_is_refused_and_leaves_the_state_as_it_was(setup: 
         with pytest.raises(ValueError, match=message):
             setup.mtp(hidden, embedded, state)
     assert full.length == 4
-    assert torch.equal(full.layers[0].entries, held)
+    assert torch.equal(full.layers[0]["latent"], held)
     assert fresh.length == 0
-    assert not fresh.layers[0].entries.any()
+    assert not fresh.layers[0]["latent"].any()
     assert torch.equal(setup.mtp(x, x, fresh), want)

@@ -1,9 +1,8 @@
-"""One byte a number: formats, scales, layers, models and caches, against float64 derivations and PyTorch's casts."""
+"""One byte a number: formats, scales, layers and models, against float64 derivations and PyTorch's casts."""
 
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 
 import families
@@ -14,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoints import quantization as quantize
-from tokenbytoken.checkpoints.quantization import QuantizedLinear, QuantizedTensor, probe
+from tokenbytoken.checkpoints import QuantizedLinear, QuantizedTensor, number_formats, probe, quantize
 
 FP8 = {"e4m3": (4, 3, torch.float8_e4m3fn, 448.0), "e5m2": (5, 2, torch.float8_e5m2, 57344.0)}
 FORMATS = ["e4m3", "e5m2", "int8"]
@@ -72,7 +70,7 @@ def test_all_256_codes_mean_what_the_definition_says(format: str) -> None:
     np.testing.assert_array_equal(got, decoded(format))
     finite, infinite = np.isfinite(got).sum(), np.isinf(got).sum()
     assert (finite, infinite, np.isnan(got).sum()) == ((254, 0, 2) if format == "e4m3" else (248, 2, 6))
-    assert got[np.isfinite(got)].max() == FP8[format][3] == quantize.LARGEST[format]
+    assert got[np.isfinite(got)].max() == FP8[format][3] == number_formats.LARGEST[format]
 
 
 @pytest.mark.parametrize("format", FP8)
@@ -123,18 +121,18 @@ def test_unknown_formats_rules_and_granularities_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown overflow rule 'inf'"):
         tbt.to_fp8(x, overflow="inf")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown format 'e3m4'"):
-        quantize.quantize(x, "e3m4")
+        quantize(x, "e3m4")
     with pytest.raises(ValueError, match="unknown granularity 'column'"):
-        quantize.quantize(x, granularity="column")  # type: ignore[arg-type]
+        quantize(x, granularity="column")  # type: ignore[arg-type]
     for block in ((0, 128), (128,), (128, 128, 128), 128, (True, 2), (2.0, 2)):
         with pytest.raises(ValueError, match="two positive integers"):
-            quantize.quantize(x, granularity="block", block=block)  # type: ignore[arg-type]
+            quantize(x, granularity="block", block=block)  # type: ignore[arg-type]
     for bound in (0, -1.0, math.nan, math.inf, "1200"):
         with pytest.raises(ValueError, match="bound must be a number above 0"):
-            quantize.quantize(x, bound=bound)  # type: ignore[arg-type]
+            quantize(x, bound=bound)  # type: ignore[arg-type]
     for wrong in (torch.ones(2, 2, dtype=torch.int64), torch.ones(0, 2), torch.ones(2, 0), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="cannot quantise"):
-            quantize.quantize(wrong)
+            quantize(wrong)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ def test_unknown_formats_rules_and_granularities_are_refused() -> None:
 def test_scales_and_codes_equal_a_loop_over_blocks_with_ragged_ends(format: str, granularity: str) -> None:
     x = normal(192, 300)  # neither is a multiple of 128
     size = {"tensor": (192, 300), "row": (1, 300), "tile": (1, 128), "block": (128, 128)}[granularity]
-    q = quantize.quantize(x, format, granularity)  # type: ignore[arg-type]
+    q = quantize(x, format, granularity)  # type: ignore[arg-type]
     largest = {"e4m3": 448, "e5m2": 57344, "int8": 127}[format]
     back = q.dequantize(torch.float64).numpy()
     for i in range(0, 192, size[0]):
@@ -183,11 +181,11 @@ def test_shape_layout_and_dtype_of_the_input_change_no_number(layout: str, dtype
     x = LAYOUTS[layout](normal(130, 257)).to(dtype)
     for format in FORMATS:
         for granularity in GRANULARITIES:
-            q = quantize.quantize(x, format, granularity)  # type: ignore[arg-type]
+            q = quantize(x, format, granularity)  # type: ignore[arg-type]
             assert q.shape == x.shape
             assert q.values.is_contiguous()
             plain = x.float().contiguous().reshape(-1, x.shape[-1])
-            want = quantize.quantize(plain, format, granularity)  # type: ignore[arg-type]
+            want = quantize(plain, format, granularity)  # type: ignore[arg-type]
             assert torch.equal(q.scales, want.scales)
             assert torch.equal(q.dequantize().reshape(plain.shape), want.dequantize())
             assert q.dequantize(dtype).dtype == dtype
@@ -195,23 +193,23 @@ def test_shape_layout_and_dtype_of_the_input_change_no_number(layout: str, dtype
 
 def test_a_block_larger_than_the_tensor_costs_no_memory() -> None:
     x = normal(4, 6)
-    huge = quantize.quantize(x, "int8", "block", (10**7, 10**7))
-    assert torch.equal(huge.dequantize(), quantize.quantize(x, "int8", "tensor").dequantize())
+    huge = quantize(x, "int8", "block", (10**7, 10**7))
+    assert torch.equal(huge.dequantize(), quantize(x, "int8", "tensor").dequantize())
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_zeros_come_back_as_zeros_and_leave_their_neighbours_alone(format: str, granularity: str) -> None:
-    zeros = quantize.quantize(torch.zeros(4, 8), format, granularity)  # type: ignore[arg-type]
+    zeros = quantize(torch.zeros(4, 8), format, granularity)  # type: ignore[arg-type]
     assert zeros.scales.eq(1).all()
     assert zeros.dequantize().eq(0).all()
     x = normal(6, 8)
     x[2] = 0
-    q = quantize.quantize(x, format, granularity, block=(1, 4))  # type: ignore[arg-type]
+    q = quantize(x, format, granularity, block=(1, 4))  # type: ignore[arg-type]
     assert q.dequantize().isfinite().all()
     assert q.dequantize()[2].eq(0).all()
     if granularity == "row":
-        alone = quantize.quantize(x[[0, 1, 3, 4, 5]], format, "row")
+        alone = quantize(x[[0, 1, 3, 4, 5]], format, "row")
         assert torch.equal(q.dequantize()[[0, 1, 3, 4, 5]], alone.dequantize())
 
 
@@ -221,7 +219,7 @@ def test_one_scale_a_row_survives_a_row_of_outliers() -> None:
     others = [0, 1, 2, 4, 5, 6, 7]
 
     def error(granularity: str) -> float:
-        back = quantize.quantize(w, "int8", granularity).dequantize()  # type: ignore[arg-type]
+        back = quantize(w, "int8", granularity).dequantize()  # type: ignore[arg-type]
         return ((back - w)[others].norm() / w[others].norm()).item()
 
     assert error("tensor") == 1.0  # all of them became zero
@@ -230,11 +228,11 @@ def test_one_scale_a_row_survives_a_row_of_outliers() -> None:
 
 def test_int8_rounds_half_to_even_is_symmetric_and_errs_by_half_a_step() -> None:
     row = torch.tensor([[127, 0.5, 1.5, 2.5, -0.5, -127]])
-    q = quantize.quantize(row, "int8")
+    q = quantize(row, "int8")
     assert q.scales.item() == 1
     assert q.values.tolist() == [[127, 0, 2, 2, 0, -127]]
     x = normal(1000, 100)
-    q = quantize.quantize(x, "int8")
+    q = quantize(x, "int8")
     assert q.values.min() >= -127
     assert ((q.dequantize() - x).abs() <= q.scales / 2 * (1 + 1e-6)).all()
 
@@ -242,7 +240,7 @@ def test_int8_rounds_half_to_even_is_symmetric_and_errs_by_half_a_step() -> None
 @pytest.mark.parametrize(("format", "bits"), [("e4m3", 3), ("e5m2", 2)])
 def test_fp8_errs_by_at_most_half_a_unit_of_its_mantissa_and_really_has_so_few_bits(format: str, bits: int) -> None:
     x = normal(256, 256)
-    q = quantize.quantize(x, format)
+    q = quantize(x, format)
     error = (q.dequantize() - x).abs() / x.abs()
     in_range = x.abs() / q.scales >= 2.0**-6
     worst, bound = error[in_range].max().item(), 2.0 ** -(bits + 1)
@@ -251,7 +249,7 @@ def test_fp8_errs_by_at_most_half_a_unit_of_its_mantissa_and_really_has_so_few_b
 
 
 def test_a_stored_scale_multiplies() -> None:
-    q = quantize.quantize(torch.full((4, 4), 2.0))
+    q = quantize(torch.full((4, 4), 2.0))
     assert q.dequantize().eq(2).all()
     swapped = QuantizedTensor(torch.full((4, 4), 8.0).to(torch.float8_e4m3fn), torch.full((4, 1), 0.25), (1, 4))
     assert swapped.dequantize().eq(2).all()
@@ -259,12 +257,12 @@ def test_a_stored_scale_multiplies() -> None:
 
 def test_a_bound_on_the_largest_number_saturates_what_exceeds_it_and_saves_the_rest() -> None:
     x = torch.tensor([[0.004, 1.0, 20_000.0]])
-    free, bounded = quantize.quantize(x), quantize.quantize(x, bound=1200)
+    free, bounded = quantize(x), quantize(x, bound=1200)
     assert free.dequantize()[0, 0] == 0  # below half of the smallest number, 2⁻⁹ × 20,000 ÷ 448
     assert bounded.dequantize()[0, 0] > 0
     assert bounded.dequantize()[0, 2].item() == pytest.approx(1200)
     x[0, 2] = math.inf
-    assert torch.equal(quantize.quantize(x, bound=1200).dequantize(), bounded.dequantize())
+    assert torch.equal(quantize(x, bound=1200).dequantize(), bounded.dequantize())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -272,7 +270,7 @@ def test_a_bound_on_the_largest_number_saturates_what_exceeds_it_and_saves_the_r
 def test_a_row_that_is_not_finite_comes_back_as_nan_and_spoils_no_other(format: str, bad: float) -> None:
     x = normal(3, 8)
     x[1, 4] = bad
-    back = quantize.quantize(x, format).dequantize()
+    back = quantize(x, format).dequantize()
     assert back[1].isnan().any()
     assert back[[0, 2]].isfinite().all()
 
@@ -311,7 +309,7 @@ def test_activations_are_quantised_anew_for_each_call(format: str, activations: 
     layer, x = linear(), normal(2, 5, 160)
     x[1, 3] *= 100
     q = QuantizedLinear.from_linear(layer, format, activations=activations, matmul="dequantised")
-    want_x = quantize.quantize(x.view(10, 160), format, activations).dequantize().view(x.shape)  # type: ignore[arg-type]
+    want_x = quantize(x.view(10, 160), format, activations).dequantize().view(x.shape)  # type: ignore[arg-type]
     assert torch.equal(q(x), F.linear(want_x, q.weight.dequantize(), layer.bias))
     alone, among_others = q(x[:1, 2:3]), q(x)[:1, 2:3]
     if activations == "tensor":  # the outlier in another token has taken the range
@@ -438,7 +436,7 @@ def test_a_quantised_model_is_the_reference_with_dequantised_weights(format: str
     q = tbt.quantize_model(model, format, "block", block=(32, 32))
     for module in reference.model.layers.modules():
         if isinstance(module, nn.Linear):
-            module.weight.data = quantize.quantize(module.weight, format, "block", (32, 32)).dequantize()
+            module.weight.data = quantize(module.weight, format, "block", (32, 32)).dequantize()
     tokens = families.random_tokens(2, 12)
     families.assert_close(q(tokens), families.reference_logits(reference, tokens))
     families.assert_differs(q(tokens), model(tokens))  # and it is not the model that it was
@@ -520,89 +518,3 @@ def test_counting_a_pass_sees_one_byte_a_weight(model: tbt.Decoder) -> None:
     saved = sum(m.weight.nbytes - m.weight.numel() - 4 * m.out_features for m in linears)
     assert plain.flops == small.flops
     assert plain.weight_bytes - small.weight_bytes == saved
-
-
-# --- caches ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cached(model: tbt.Decoder):
-    yield lambda format: tbt.quantize_cache(model, format)
-    tbt.quantize_cache(model, None)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_one_byte_cache_holds_the_bytes_of_the_formula(cached, format: str) -> None:
-    state = cached(format).new_state(3, 50)
-    scales = 4 * 2 * 3 * 2 * 50 * 3  # float32, keys and values, 3 layers, 2 KV heads, tokens, rows
-    one_byte = tbt.state_bytes(cached(format).config, 3, 50, bytes_per_element=1)
-    assert state.nbytes == one_byte + scales == tbt.state_bytes(cached(format).config, 3, 50, 1 + 4 / 16)
-    held = sum(t.nbytes for layer in state.layers for t in vars(layer).values())
-    assert held == state.nbytes
-    state.length = 7
-    assert state.nbytes_used * 50 == state.nbytes * 7
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_chunks_equal_the_whole_and_the_error_is_that_of_one_byte(cached, model: tbt.Decoder, format: str) -> None:
-    tokens = families.random_tokens(2, 20)
-    want = cached(None)(tokens)
-    model = cached(format)
-    whole = model(tokens, model.new_state(2, 20))
-    state = model.new_state(2, 20)
-    parts = torch.cat([model(chunk, state) for chunk in tokens.split([5, 1, 7, 7], 1)], 1)
-    families.assert_close(parts, whole, 1e-4)
-    error = ((whole - want).norm() / want.norm()).item()
-    assert 1e-3 < error < {"e4m3": 0.25, "e5m2": 0.5, "int8": 0.08}[format]
-
-
-def test_each_token_and_head_has_the_scale_of_its_own_largest_number() -> None:
-    config = tbt.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16)
-    cache = quantize.caches["int8"].empty(config, 1, 4, torch.float32, torch.device("cpu"))
-    k, v = normal(1, 2, 3, 16), normal(1, 2, 3, 16, seed=1)
-    k[0, 1, 2] *= 1000
-    got, _ = cache.append(k, v, 0)
-    assert torch.equal(cache.k_scale[:, :, :3, 0], k.abs().amax(-1) / 127)
-    assert ((got - k).abs() <= k.abs().amax(-1, keepdim=True) / 254 * (1 + 1e-6)).all()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_states_are_marked_copied_selected_and_joined(cached, format: str) -> None:
-    model = cached(format)
-    a, b, more = (families.random_tokens(*shape, seed=i) for i, shape in enumerate(((2, 6), (1, 9), (1, 3))))
-    one, two = model.new_state(2, 16), model.new_state(1, 16)
-    model(a, one), model(b, two)
-    want = [model(more, one.copy().select([i])) for i in (0, 1)]
-    mark = one.mark()
-    model(more.expand(2, -1), one)
-    one.rewind(mark)
-    joined = tbt.DecoderState.concat([one, two])
-    assert joined.nbytes == one.nbytes + two.nbytes
-    got = model(more.expand(3, -1), joined)
-    for i in (0, 1):
-        families.assert_close(got[i : i + 1], want[i], 1e-4)
-    families.assert_close(got[2:], model(more, two), 1e-4)
-    assert {t.dtype for layer in joined.layers for t in (layer.k, layer.v)} == {quantize.DTYPES[format]}
-
-
-def test_a_state_is_refused_by_a_model_with_another_cache(cached) -> None:
-    families.assert_states_are_kept_apart(cached, (None, *FORMATS))
-    with pytest.raises(ValueError, match="unknown format 'fp4'"):
-        cached("fp4")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_model_with_another_cache_is_saved_and_comes_back(cached, format: str) -> None:
-    again = pickle.loads(pickle.dumps(tbt.quantize_model(cached(format), "int8")))
-    state = again.new_state(1, 8)
-    assert state.layers[0].k.dtype == quantize.DTYPES[format]
-    again(families.random_tokens(1, 4), state)
-
-
-def test_a_quantised_model_keeps_the_cache_that_was_chosen(cached) -> None:
-    q = tbt.quantize_model(cached("e4m3"))
-    state = q.new_state(2, 12)
-    prompts = families.random_tokens(2, 5).tolist()
-    batch = tbt.generate(q, prompts, 4, state=state)
-    assert state.layers[0].k.dtype == torch.float8_e4m3fn
-    assert batch == [tbt.generate(q, prompt, 4) for prompt in prompts]

@@ -1,6 +1,6 @@
-"""One byte a number in mixtures, latent attention and hybrids: experts, whole recipes, and the cache of latents.
+"""One byte a number in mixtures, latent attention and hybrids: experts and whole recipes.
 
-Formats, scales and single layers are in test_quantize.py.
+Formats, scales and single layers are in test_quantize.py, caches in test_cache.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoints import quantization as quantize
-from tokenbytoken.checkpoints.quantization import QuantizedExperts, QuantizedLinear, QuantizedTensor, probe
+from tokenbytoken.checkpoints import QuantizedExperts, QuantizedLinear, QuantizedTensor, probe, quantize
+from tokenbytoken.cost.recipes import recipes
 from tokenbytoken.layers.feed_forward import Experts, MoE
 
 FORMATS = ["e4m3", "e5m2", "int8"]
@@ -63,12 +62,12 @@ def stack(E: int = 3, width: int = 144, M: int = 200) -> Experts:
 def test_a_stack_is_a_loop_over_its_matrices_and_their_ragged_blocks(format: str, granularity: str) -> None:
     x = stack().up_proj.detach()
     rows, columns = {"tensor": (144, 200), "row": (1, 200), "tile": (1, 128), "block": (128, 128)}[granularity]
-    q = quantize.quantize(x, format, granularity, stacked=True)  # type: ignore[arg-type]
+    q = quantize(x, format, granularity, stacked=True)  # type: ignore[arg-type]
     assert q.scales.shape == (3, math.ceil(144 / rows), math.ceil(200 / columns))
     assert q.nbytes == x.numel() + 4 * q.scales.numel()
     back = q.dequantize(torch.float64)
     for e in range(3):
-        alone = quantize.quantize(x[e], format, granularity)  # type: ignore[arg-type]
+        alone = quantize(x[e], format, granularity)  # type: ignore[arg-type]
         assert torch.equal(q[e].values.view(torch.uint8), alone.values.view(torch.uint8))
         assert torch.equal(q[e].scales, alone.scales)
         for i in range(0, 144, rows):
@@ -85,7 +84,7 @@ def test_a_stack_is_a_loop_over_its_matrices_and_their_ragged_blocks(format: str
 def test_no_block_reaches_into_the_next_expert() -> None:
     x = torch.ones(2, 100, 100)  # a block of 128 rows of the flattened stack would hold 28 rows of the second
     x[1] *= 1000
-    apart, together = (quantize.quantize(x, "int8", "block", stacked=stacked) for stacked in (True, False))
+    apart, together = (quantize(x, "int8", "block", stacked=stacked) for stacked in (True, False))
     assert apart.scales.flatten().tolist() == pytest.approx([1 / 127, 1000 / 127])
     assert torch.equal(apart.dequantize()[0], torch.ones(100, 100))
     assert together.dequantize()[0].abs().max() == 0  # its rows share the scale of larger ones, and vanish
@@ -95,7 +94,7 @@ def test_transformers_dequantises_our_blocks_to_the_same_numbers() -> None:
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     for shape in ((2, 256, 384), (3, 144, 200)):  # whole blocks, ragged ones
         x = 0.25 * normal(*shape)
-        q = quantize.quantize(x, "e4m3", "block", stacked=True)
+        q = quantize(x, "e4m3", "block", stacked=True)
         assert torch.equal(
             finegrained._dequantize_fp8_weight(q.values, q.scales, [128, 128], torch.float32), q.dequantize()
         )
@@ -109,9 +108,9 @@ def test_transformers_dequantises_our_blocks_to_the_same_numbers() -> None:
 def test_what_is_no_stack_is_refused() -> None:
     for shape in ((4, 4), (2, 2, 2, 2)):
         with pytest.raises(ValueError, match="a stack of matrices has three axes"):
-            quantize.quantize(torch.ones(shape), stacked=True)
+            quantize(torch.ones(shape), stacked=True)
     with pytest.raises(ValueError, match="cannot quantise"):
-        quantize.quantize(torch.ones(0, 4, 4), stacked=True)
+        quantize(torch.ones(0, 4, 4), stacked=True)
 
 
 def test_shapes_on_the_meta_device_are_those_of_real_numbers() -> None:
@@ -119,7 +118,7 @@ def test_shapes_on_the_meta_device_are_those_of_real_numbers() -> None:
         for format in FORMATS:
             for granularity in GRANULARITIES:
                 real, ghost = (
-                    quantize.quantize(t, format, granularity, stacked=stacked)  # type: ignore[arg-type]
+                    quantize(t, format, granularity, stacked=stacked)  # type: ignore[arg-type]
                     for t in (x, x.to("meta"))
                 )
                 assert (ghost.values.shape, ghost.values.dtype) == (real.values.shape, real.values.dtype)
@@ -270,7 +269,7 @@ def test_an_outlier_costs_its_own_block_and_not_its_tensor() -> None:
     clean = plain.up_proj.clone()
 
     def error(format: str, granularity: str) -> Tensor:
-        back = quantize.quantize(plain.up_proj, format, granularity, stacked=True).dequantize()  # type: ignore[arg-type]
+        back = quantize(plain.up_proj, format, granularity, stacked=True).dequantize()  # type: ignore[arg-type]
         back[2, 7, 300] = plain.up_proj[2, 7, 300] = clean[2, 7, 300]  # the outlier itself is held well
         return (back - clean).flatten(1).norm(dim=1) / clean.flatten(1).norm(dim=1)  # of each expert
 
@@ -294,7 +293,7 @@ def test_an_outlier_costs_its_own_block_and_not_its_tensor() -> None:
 def error_elsewhere(plain: Experts, clean: Tensor, format: str, outlier: float) -> float:
     """Relative error of expert 2 in the five blocks that do not hold the outlier."""
     plain.up_proj[2, 7, 300] = outlier
-    back = quantize.quantize(plain.up_proj, format, "block", stacked=True).dequantize()[2]
+    back = quantize(plain.up_proj, format, "block", stacked=True).dequantize()[2]
     beside = torch.ones(256, 384, dtype=torch.bool)
     beside[:128, 256:] = False
     plain.up_proj.copy_(clean)
@@ -329,7 +328,7 @@ def rounded_reference(reference: nn.Module, format: str, granularity: str, only:
     """Round the weights of a model of transformers in place, an expert or a fused half at a time."""
 
     def through(weight: Tensor) -> Tensor:
-        return quantize.quantize(weight, format, granularity, (32, 32)).dequantize()  # type: ignore[arg-type]
+        return quantize(weight, format, granularity, (32, 32)).dequantize()  # type: ignore[arg-type]
 
     for name, parameter in reference.named_parameters():
         if ".layers." not in name or not only(name):
@@ -428,7 +427,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", quantize.recipes)
+@pytest.mark.parametrize("recipe", [name for name, recipe in recipes.items() if recipe.one_byte])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bytes_of_a_quantised_model_equal_the_closed_form_to_the_byte(shape: str, recipe: str) -> None:
     kind, changes = SHAPES[shape]
@@ -547,122 +546,3 @@ def test_an_outlier_among_the_experts_of_a_model_tells_blocks_from_tensors(forma
     assert clean["tensor", True] < 1.5 * clean["block", True]
     assert planted["tensor", True] > 10 * clean["tensor", True]  # nearly all of the matrix became zero
     assert planted["tensor", True] > 1.5 * planted["block", True]  # of its four blocks, one is lost
-
-
-# --- the cache of latents ---------------------------------------------------------------------------------
-
-
-def test_a_token_of_deepseek_v3_takes_656_bytes_a_layer_as_in_flashmla() -> None:
-    config = tbt.published["deepseek-v3"]
-    with torch.device("meta"):
-        model = tbt.quantize_cache(tbt.Decoder(config).to(torch.bfloat16))
-        state = model.new_state(3, 50)
-    assert {layer.nbytes(1) for layer in state.layers} == {3 * (512 + 4 * 4 + 2 * 64)} == {3 * 656}
-    assert state.nbytes == 3 * 50 * 40_016
-    assert (
-        sum(t.nbytes for layer in state.layers for t in vars(layer).values() if isinstance(t, Tensor)) == state.nbytes
-    )
-    state.length = 7
-    assert state.nbytes_used * 50 == state.nbytes * 7
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return decoder(config_of("deepseek_v3", kv_lora_rank=200))  # two tiles, the second ragged
-
-
-@pytest.fixture
-def cached(model: Any):
-    yield lambda format: tbt.quantize_cache(model, format)
-    tbt.quantize_cache(model, None)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_latent_cache_holds_torchs_own_casts_and_the_rotated_key_untouched(cached, format: str) -> None:
-    tokens = families.random_tokens(2, 9)
-    plain = cached(None).new_state(2, 12)
-    model = cached(None)
-    model(tokens, plain)
-    model = cached(format)
-    state = model.new_state(2, 12)
-    model(tokens, state)
-    # The first layer sees the same input in both; later ones already read rounded latents.
-    cache, want = state.layers[0], plain.layers[0]
-    assert torch.equal(cache.rotary_key[:, :9], want.rotary_key[:, :9])
-    for tile, width in ((0, 128), (1, 72)):
-        latent = want.latent[:, :9, 128 * tile :][..., :width]
-        scale = latent.abs().amax(-1) / LARGEST[format]
-        assert torch.equal(cache.scales[:, :9, tile], scale)
-        ratio = latent / scale[..., None]
-        codes = (ratio.round() if format == "int8" else ratio.clamp(-LARGEST[format], LARGEST[format])).to(
-            DTYPES[format]
-        )
-        assert torch.equal(cache.codes[:, :9, 128 * tile :][..., :width].float(), codes.float())
-        held = cache.latent[:, :9, 128 * tile :][..., :width]
-        assert torch.equal(held, codes.float() * scale[..., None])
-    assert cache.codes.dtype == DTYPES[format]
-    assert state.nbytes == 3 * 2 * 12 * (200 + 4 * 2 + 4 * 8)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_chunks_equal_the_whole_in_both_forms_and_the_error_is_that_of_one_byte(cached, format: str) -> None:
-    tokens = families.random_tokens(2, 20)
-    want = cached(None)(tokens)
-    model = cached(format)
-    logits = {}
-    for form in ("absorbed", "expanded"):
-        for layer in model.layers:
-            layer.mixer.form = form
-        logits[form] = model(tokens, model.new_state(2, 20))
-        state = model.new_state(2, 20)
-        parts = torch.cat([model(chunk, state) for chunk in tokens.split([5, 1, 7, 7], 1)], 1)
-        families.assert_close(parts, logits[form], 1e-4)
-    for layer in model.layers:
-        layer.mixer.form = "auto"
-    families.assert_close(logits["absorbed"], logits["expanded"], 1e-4)
-    error = ((logits["absorbed"] - want).norm() / want.norm()).item()
-    assert 1e-3 < error < {"e4m3": 0.3, "e5m2": 0.6, "int8": 0.15}[format]
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_states_are_marked_copied_selected_joined_and_padded(cached, format: str) -> None:
-    model = cached(format)
-    a, b, more = (families.random_tokens(*shape, seed=i) for i, shape in enumerate(((2, 6), (1, 9), (1, 3))))
-    one, two = model.new_state(2, 16), model.new_state(1, 16)
-    model(a, one), model(b, two)
-    want = [model(more, one.copy().select([i])) for i in (0, 1)]
-    mark = one.mark()
-    model(more.expand(2, -1), one)
-    one.rewind(mark)
-    joined = tbt.DecoderState.concat([one, two])
-    assert joined.nbytes == one.nbytes + two.nbytes
-    assert joined.padding.tolist() == [3, 3, 0]
-    unpadded = joined.select([1])  # three columns of pads are dropped
-    assert unpadded.length == 6
-    families.assert_close(model(more, unpadded), want[1], 1e-4)
-    got = model(more.expand(3, -1), joined)
-    for i in (0, 1):
-        families.assert_close(got[i : i + 1], want[i], 1e-4)
-    families.assert_close(got[2:], model(more, two), 1e-4)
-    assert {layer.codes.dtype for layer in joined.layers} == {DTYPES[format]}
-
-
-def test_a_state_is_refused_by_a_model_with_another_cache(cached) -> None:
-    families.assert_states_are_kept_apart(cached, (None, *FORMATS))
-    again = pickle.loads(pickle.dumps(tbt.quantize_as(cached("e4m3"), "int8")))  # torch does not pickle FP8
-    state = again.new_state(1, 8)
-    again(families.random_tokens(1, 4), state)
-    assert state.layers[0].codes.dtype == torch.float8_e4m3fn
-
-
-def test_a_hybrid_quantises_the_cache_of_its_attention_layers_alone() -> None:
-    model = decoder(config_of("jamba"))
-    plain, small = model.new_state(2, 40), tbt.quantize_cache(model, "int8").new_state(2, 40)
-    assert [type(a) is type(b) for a, b in zip(plain.layers, small.layers, strict=True)] == [True, False, True] * 2
-    attention = 2 * 2 * 2 * 2 * 40  # layers, keys and values, KV heads, rows, tokens
-    assert plain.nbytes - small.nbytes == attention * (4 * 8 - 8 - 4)  # 8 numbers a head, a scale
-    tokens = families.random_tokens(2, 20)
-    want, got = model(tokens), model(tokens, small)
-    assert 1e-4 < ((got - want).norm() / want.norm()).item() < 0.05
-    with pytest.raises(ValueError, match="no cache to quantise"):
-        tbt.quantize_cache(tbt.Decoder(tbt.DecoderConfig.from_hf({"model_type": "mamba", **families.T_MAMBA})))

@@ -30,7 +30,8 @@ def test_weights_load_in_transformers_too_with_equal_logits(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([list(b"A token is a byte; ")])
-    reference = AutoModelForCausalLM.from_pretrained(tbt.checkpoints.checkpoint.find(f"sibling-{name}"), dtype=torch.float32)
+    folder = tbt.checkpoints.find(f"sibling-{name}")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         want = reference(tokens, use_cache=False).logits
     got = tbt.load(f"sibling-{name}")(tokens)

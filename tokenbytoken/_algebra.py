@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
-    "**": operator.pow, "<": operator.lt, "<=": operator.le, "ceil": math.ceil, "floor": math.floor, "round": round,
-    "min": min, "max": max, "where": lambda condition, yes, no: yes if condition else no,
+    "%": operator.mod, "**": operator.pow, "<": operator.lt, "<=": operator.le, "ceil": math.ceil,
+    "floor": math.floor, "round": round, "min": min, "max": max, "where": lambda condition, yes, no: yes if condition else no,
 }  # fmt: skip
 
 
@@ -111,6 +111,12 @@ class Expression:
 
     def __rfloordiv__(self, other: Any) -> Any:
         return Expression("//", other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return Expression("%", self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return Expression("%", other, self)
 
     def __pow__(self, other: Any) -> Any:
         return Expression("**", self, other)

@@ -1,20 +1,17 @@
 """The decoder: embedding, layers of (mixer, feed-forward), norm, head. And the state it carries between passes.
 
-This file knows no architecture. A config names the module class that realises it (``config.mixer.module``), and
-every mixer keeps the same promise:
-
-- ``mixer(x, step, layer_state) -> y`` with x and y (B, T, M);
-- ``mixer.new_state(batch_size, max_length, dtype, device)`` returns an object with ``nbytes(length=None)``,
-  ``mark()``, ``rewind(mark)``, ``gather(rows, start, end, max_length, shift)`` and the classmethod ``concat``.
+This file knows no architecture. A config names the module class that realises it (``config.mixer.module``), which is
+called with (config, hidden_size); every mixer keeps the promises of :class:`Mixer`, its state those of
+:class:`LayerState`, every feed-forward those of :class:`FeedForward`.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -26,13 +23,19 @@ from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, 
 from .layers.norm import RMSNorm
 from .layers.rope import rotate, rotation
 
-__all__ = ["Decoder", "DecoderState", "Mark", "Pass"]
+__all__ = ["Decoder", "DecoderState", "FeedForward", "LayerState", "Mark", "Mixer", "Pass"]
 
 
 class Pass:
-    """What all layers of one pass share: where it starts, who is padded, the rotation of its positions."""
+    """What all layers of one pass share: where it starts, who is padded, the rotation of its positions.
 
-    def __init__(self, tokens: Tensor, start: int, padding: Tensor | None, dtype: torch.dtype) -> None:
+    ``tokens`` (B, T) gives shape and device only; ``start`` tokens are held already, pads included; ``padding`` (B,)
+    counts each row's pads; ``dtype`` is that of the hidden states.
+    """
+
+    def __init__(
+        self, tokens: Tensor, start: int = 0, padding: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.start = start
         self.padding = padding
         self.dtype = dtype
@@ -40,6 +43,14 @@ class Pass:
         # (T,), or (B, T) when rows are padded: a row's first real token has position 0, its pads are clamped.
         self.positions = positions if padding is None else (positions - padding[:, None]).clamp(min=0)
         self._tables: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+
+    def without_pads(self, x: Tensor) -> Tensor:
+        """x (B, T, …) with zeros in place of pads. As pads come first, zeros keep a recurrent state empty."""
+        if self.padding is None:
+            return x
+        columns = torch.arange(self.start, self.start + x.shape[1], device=x.device)
+        is_pad = columns < self.padding[:, None]  # (B, T)
+        return x.masked_fill(is_pad.view(*is_pad.shape, *[1] * (x.dim() - 2)), 0)
 
     def rotate(self, x: Tensor, rope: RopeConfig) -> Tensor:
         """Apply RoPE to x (B, heads, T, D); numbers past ``rope.dim`` are left alone."""
@@ -55,7 +66,47 @@ class Pass:
         return torch.cat((rotate(turned, cos, sin, rope.interleaved), rest), dim=-1)
 
 
-def _build(config: MixerConfig | FeedForwardConfig, hidden_size: int) -> nn.Module:
+class LayerState(Protocol):
+    """What one mixer remembers of a batch of sequences between passes: a cache, a recurrent state, or both."""
+
+    def nbytes(self, length: int | None = None) -> int:
+        """Bytes allocated, or those that ``length`` tokens use."""
+
+    def mark(self) -> Any:
+        """What :meth:`rewind` needs to come back here: None if a shorter length is enough, else copies."""
+
+    def rewind(self, mark: Any) -> None:
+        """Come back to ``mark``."""
+
+    def gather(self, rows: Sequence[int], start: int, end: int, max_length: int, shift: int = 0) -> LayerState:
+        """A new state of the chosen rows: their tokens ``start`` … ``end``, placed at ``shift``."""
+
+    @classmethod
+    def concat(cls, states: Sequence[Any]) -> LayerState:
+        """States of equal max_length, one under the other in the batch axis."""
+
+
+class Mixer(Protocol):
+    """What mixes the tokens of a layer: called with x (B, T, M), the :class:`Pass` and its state, or None → (B, T, M).
+
+    Pads stand on the left; no real row may depend on them, and what is returned for them must be finite.
+    """
+
+    config: MixerConfig
+
+    def __call__(self, x: Tensor, step: Pass, state: Any = None) -> Tensor: ...
+
+    def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> LayerState:
+        """An empty state for ``batch_size`` sequences of at most ``max_length`` tokens."""
+
+
+class FeedForward(Protocol):
+    """What transforms each token by itself: x (…, M) → (…, M)."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def _build(config: MixerConfig | FeedForwardConfig, hidden_size: int) -> Any:
     try:
         module = pkgutil.resolve_name(config.module)
     except (ImportError, AttributeError) as error:
@@ -69,14 +120,14 @@ class Layer(nn.Module):
     def __init__(self, config: LayerConfig, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(hidden_size, eps=norm_eps)
-        self.mixer = _build(config.mixer, hidden_size)
+        self.mixer: Mixer = _build(config.mixer, hidden_size)
         if config.feed_forward is not None:
             self.feed_forward_norm = RMSNorm(hidden_size, eps=norm_eps)
-            self.feed_forward: nn.Module | None = _build(config.feed_forward, hidden_size)
+            self.feed_forward: FeedForward | None = _build(config.feed_forward, hidden_size)
         else:
             self.feed_forward = None
 
-    def forward(self, x: Tensor, step: Pass, layer_state: Any = None) -> Tensor:
+    def forward(self, x: Tensor, step: Pass, layer_state: LayerState | None = None) -> Tensor:
         x = x + self.mixer(self.mixer_norm(x), step, layer_state)
         if self.feed_forward is not None:
             x = x + self.feed_forward(self.feed_forward_norm(x))
@@ -100,7 +151,9 @@ class DecoderState:
     row's pads and is fixed at creation.
     """
 
-    def __init__(self, kind: Any, layers: list[Any], max_length: int, padding: Tensor, length: int = 0) -> None:
+    def __init__(
+        self, kind: Hashable, layers: list[LayerState], max_length: int, padding: Tensor, length: int = 0
+    ) -> None:
         self.kind = kind  # which models it serves: those of the same `Decoder.kind`
         self.layers = layers
         self.max_length = max_length
@@ -223,10 +276,15 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer."""
+        return tuple(cast(Layer, layer).mixer for layer in self.layers)
+
+    @property
+    def kind(self) -> Hashable:
         """What a state must have in common with this model: its layers, dtype, and what its caches store."""
-        mixers: list[Any] = [layer.mixer for layer in self.layers]  # under tensor parallelism, of fewer heads
-        caches = tuple((mixer.config, getattr(mixer, "cache_class", None)) for mixer in mixers)
+        # Under tensor parallelism the mixers are of fewer heads.
+        caches = tuple((mixer.config, getattr(mixer, "cache_format", None)) for mixer in self.mixers)
         return self.config.layers, self.embed.weight.dtype, caches
 
     def new_state(
@@ -239,9 +297,8 @@ class Decoder(nn.Module):
         batch_size, max_length = whole("batch_size", batch_size), whole("max_length", max_length)
         weight = self.embed.weight
         pads = _check_padding([0] * batch_size if padding is None else padding, batch_size, max_length)
-        mixers: list[Any] = [layer.mixer for layer in self.layers]
         try:
-            layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in mixers]
+            layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in self.mixers]
         except RuntimeError as error:  # torch's word for memory that it does not get
             reason = str(error).partition("\n")[0]
             raise ValueError(f"no memory for a state of {batch_size} × {max_length} tokens: {reason}") from None

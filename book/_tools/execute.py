@@ -2,6 +2,11 @@
 
     python book/_tools/execute.py book/*.ipynb                 run, clean, save
     python book/_tools/execute.py --record-times book/*.ipynb  and record seconds per chapter
+    python book/_tools/execute.py --keep-measured book/*.ipynb run, and keep the recorded run where it is reproduced
+
+With --keep-measured, a cell that prints the same as before, readings between ⟨ and ⟩ aside, keeps its stored
+output. The readings then remain those of the recorded run, which the prose quotes; every other change is stored.
+recorded.py says why that is honest, and where it is not enough. Without it, everything is measured anew.
 
 A notebook is saved only if every cell ran without an error and without a line on stderr; otherwise the
 file stays as it was and the exit status is 1. What is saved holds nothing of the machine or the moment:
@@ -11,7 +16,7 @@ no time stamps, no paths, execution counts 1…n, cell ids that depend on the so
 from __future__ import annotations
 
 import argparse
-import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,6 +26,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import recorded
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
@@ -103,12 +109,8 @@ def clean(notebook: NotebookNode) -> None:
                 if output.output_type == "execute_result":
                     output.execution_count = count
         # Ids from the source: an unchanged cell keeps its id through a jupytext round trip.
-        digest, salt = "", 0
-        while not digest or digest in ids:
-            digest = hashlib.sha1(f"{cell.cell_type}\n{cell.source}\n{salt}".encode()).hexdigest()[:8]
-            salt += 1
-        ids.add(digest)
-        cell.id = digest
+        cell.id = next(name for salt in itertools.count() if (name := recorded.cell_id(cell, salt)) not in ids)
+        ids.add(cell.id)
 
 
 def refuse_stderr(notebook: NotebookNode) -> None:
@@ -127,14 +129,17 @@ def refuse_paths(notebook: NotebookNode) -> None:
             raise Refused(f"cell {index} prints the path {found} of this machine:\n{cell.source}")
 
 
-def execute(path: Path, timeout: float = 600) -> float:
+def execute(path: Path, timeout: float = 600, *, keep_measured: bool = False) -> float:
     """Run `path`, save it cleaned, return its seconds. Raises Refused and leaves the file alone on any fault."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell.source.strip()]
+    stored = recorded.stored_outputs(notebook, recorded.committed(path)) if keep_measured else None
     seconds = run(notebook, path, timeout)
     clean(notebook)
     refuse_stderr(notebook)
     refuse_paths(notebook)
+    if stored is not None:
+        print(f"{path.name}\n{recorded.keep(notebook, stored)}", flush=True)
     nbformat.validate(notebook)
     scratch = path.with_suffix(".ipynb.part")
     nbformat.write(notebook, scratch)
@@ -164,13 +169,16 @@ def main() -> int:
     parser.add_argument("notebooks", nargs="+", type=Path)
     parser.add_argument("--timeout", type=float, default=600, help="seconds a single cell may take")
     parser.add_argument("--record-times", action="store_true", help=f"write book/measurements/{RECORD}.json")
+    parser.add_argument("--keep-measured", action="store_true", help="keep readings whose cells print the same")
     arguments = parser.parse_args()
+    if arguments.keep_measured and os.environ.get("TBT_RECORD") == "1":
+        parser.error("TBT_RECORD=1 writes the new readings down, --keep-measured keeps the old ones: choose one")
 
     seconds: dict[str, float] = {}
     failed = 0
     for path in arguments.notebooks:
         try:
-            seconds[path.stem] = execute(path, arguments.timeout)
+            seconds[path.stem] = execute(path, arguments.timeout, keep_measured=arguments.keep_measured)
         except Refused as fault:
             failed += 1
             print(f"{path}: not saved: {fault}\n", file=sys.stderr, flush=True)

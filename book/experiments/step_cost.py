@@ -47,7 +47,7 @@ def step(model: tbt.Decoder, context: int) -> Callable[[], object]:
     """One more token for a sequence of ``context`` tokens, the newest included."""
     state = model.new_state(1, context)
     for layer in state.layers:
-        for tensor in vars(layer).values():
+        for tensor in layer.tensors:
             tensor.uniform_()
     token = torch.full((1, 1), 5, device=tbt.measure.device())
 

@@ -1,1 +1,13 @@
-"""Where weights come from, and how few bits keep them."""
+"""Where weights come from, and how few bytes they may take."""
+
+from .number_formats import QuantizedTensor as QuantizedTensor
+from .number_formats import quantize as quantize
+from .number_formats import to_fp8 as to_fp8
+from .quantized_cache import OneByte as OneByte
+from .quantized_cache import quantize_cache as quantize_cache
+from .quantized_layers import QuantizedExperts as QuantizedExperts
+from .quantized_layers import QuantizedLinear as QuantizedLinear
+from .quantized_layers import probe as probe
+from .quantized_layers import quantize_as as quantize_as
+from .quantized_layers import quantize_model as quantize_model
+from .quantized_layers import stored_bytes as stored_bytes

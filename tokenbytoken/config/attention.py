@@ -29,11 +29,11 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         positive_fields(self, "num_heads", "num_kv_heads", "head_dim")
-        if self.num_heads % self.num_kv_heads:
+        if is_known(self.num_heads, self.num_kv_heads) and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"AttentionConfig.num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
-        if self.rope is not None and self.rope.dim > self.head_dim:
+        if self.rope is not None and is_known(self.head_dim) and self.rope.dim > self.head_dim:
             raise ValueError(f"RopeConfig.dim ({self.rope.dim}) exceeds head_dim ({self.head_dim})")
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from .._numbers import whole
-from .closed_forms import Weight, gated_weights, positive_fields
+from .closed_forms import Weight, gated_weights, is_known, positive_fields
 
 __all__ = ["MoEConfig", "SwiGLUConfig"]
 
@@ -60,6 +60,8 @@ class MoEConfig:
             raise ValueError(f"scoring must be 'softmax' or 'sigmoid', not {self.scoring!r}")
         if self.group_score not in ("max", "top2_sum"):
             raise ValueError(f"group_score must be 'max' or 'top2_sum', not {self.group_score!r}")
+        if not is_known(self.num_experts, self.experts_per_token, self.num_groups, self.groups_kept):
+            return
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_experts ({self.num_experts}) must be a multiple of num_groups ({self.num_groups})")
         if self.groups_kept > self.num_groups:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from .._algebra import Number, where
 from .._numbers import whole
-from .closed_forms import Flops, StateSize, Weight, pairs, positive_fields
+from .closed_forms import Flops, StateSize, Weight, is_known, pairs, positive_fields
 from .rope import RopeConfig
 
 __all__ = ["LatentAttentionConfig"]
@@ -34,7 +34,7 @@ class LatentAttentionConfig:
         positive_fields(self, "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         if self.q_lora_rank is not None:
             positive_fields(self, "q_lora_rank")
-        if self.qk_rope_head_dim % 2:
+        if is_known(self.qk_rope_head_dim) and self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even (numbers turn in pairs), not {self.qk_rope_head_dim}")
         if self.rope.dim != self.qk_rope_head_dim:
             raise ValueError(f"RopeConfig.dim ({self.rope.dim}) must equal qk_rope_head_dim ({self.qk_rope_head_dim})")
@@ -58,7 +58,7 @@ class LatentAttentionConfig:
         yield Weight("kv_b_proj", "attention", self.expanded_width, self.kv_lora_rank)
         yield Weight("o_proj", "attention", hidden_size, self.num_heads * self.v_head_dim)
         if self.bias:  # as the published code has it: on the projections out of and into the hidden state
-            yield Weight("biases", "bias", (self.q_lora_rank or 0) + latent + hidden_size)
+            yield Weight("biases", "bias", (0 if self.q_lora_rank is None else self.q_lora_rank) + latent + hidden_size)
 
     def state(self) -> StateSize:
         """The latent and the one rotated key: R + rope numbers a token, whatever the number of heads."""

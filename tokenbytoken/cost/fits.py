@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .._numbers import not_negative, positive, whole
-from ..config import Model
+from ..config import Model, is_symbolic, maximum, where
 from .parameters import weight_bytes
 from .state import state_size
 
@@ -35,16 +35,15 @@ class Footprint:
         """
         batch_size = whole("batch_size", batch_size)
         free = not_negative("memory_bytes", memory_bytes) - self.weights - batch_size * self.per_sequence
-        if free < 0:
-            return 0
-        return math.floor(free / (batch_size * self.per_token)) if self.per_token else math.inf
+        grows = batch_size * self.per_token
+        return where(free < 0, 0, math.floor(free / grows) if self.per_token else math.inf)
 
     def max_batch(self, memory_bytes: float, context: int) -> int:
         """Sequences of ``context`` tokens that fit, rounded down; 0 when the weights do not fit."""
         one = whole("context", context, 0) * self.per_token + self.per_sequence
-        if one == 0:
+        if not is_symbolic(one) and one == 0:
             raise ValueError("a sequence of 0 tokens takes no memory: no batch is too large")
-        return max(0, math.floor((not_negative("memory_bytes", memory_bytes) - self.weights) / one))
+        return maximum(0, math.floor((not_negative("memory_bytes", memory_bytes) - self.weights) / one))
 
 
 def footprint(

@@ -196,8 +196,8 @@ def _embedding_and_head(
     """(FLOPs of the head, bytes read of the embedding table and the head)."""
     rows = {"all": tokens, "last": batch_size, "none": 0}[logits]
     row_bytes = config.hidden_size * recipe_named(recipe).bytes
-    head = config.vocab_size * row_bytes if rows else 0
-    looked_up = 0 if config.tie_embeddings and rows else minimum(tokens, config.vocab_size) * row_bytes
+    head = config.vocab_size * row_bytes if logits != "none" else 0
+    looked_up = 0 if config.tie_embeddings and logits != "none" else minimum(tokens, config.vocab_size) * row_bytes
     return 2 * rows * config.vocab_size * config.hidden_size, head + looked_up
 
 

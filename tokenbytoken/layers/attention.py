@@ -1,4 +1,4 @@
-"""Softmax attention with grouped key/value heads (MHA, GQA and MQA are one class) and its cache.
+"""Softmax attention with grouped key/value heads (MHA, GQA and MQA are one class).
 
 Sources: Vaswani et al. 2017 (arXiv 1706.03762), equation 1; Shazeer 2019 (arXiv 1911.02150) for one shared
 key/value head; Ainslie et al. 2023 (arXiv 2305.13245) for groups.
@@ -6,7 +6,6 @@ key/value head; Ainslie et al. 2023 (arXiv 2305.13245) for groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,62 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import AttentionConfig
+from .cache import PLAIN, Cache, Entry, Format
 
 if TYPE_CHECKING:
     from ..decoder import Pass
 
-__all__ = ["Attention", "KVCache", "attend"]
+__all__ = ["Attention", "attend"]
 
 # Query rows whose scores exist at one time. 64 rows keep a block of scores in the processor's cache; the
 # second bound keeps the block below 2²⁶ scores (256 MiB in float32) however long the context is.
 BLOCK_ROWS = 64
 BLOCK_SCORES = 2**26
-
-
-class KVCache:
-    """Keys (already rotated) and values of one layer, allocated once: ``k`` and ``v`` are (B, K, max_length, D)."""
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-
-    @classmethod
-    def empty(
-        cls, config: AttentionConfig, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
-        shape = (batch_size, config.num_kv_heads, max_length, config.head_dim)
-        # Zeros rather than uninitialised memory: what lies past `length` is masked, and 0 × NaN would not be.
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-
-    def append(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Write (B, K, T, D) at ``start`` and return views of everything held, (B, K, start + T, D)."""
-        end = start + k.shape[2]
-        self.k[:, :, start:end] = k
-        self.v[:, :, start:end] = v
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-    def nbytes(self, length: int | None = None) -> int:
-        """Bytes allocated, or those of the first ``length`` tokens."""
-        tokens = self.k.shape[2] if length is None else length
-        return 2 * self.k[:, :, 0].numel() * tokens * self.k.element_size()
-
-    def mark(self) -> None:
-        """Nothing to remember: a cache is cut back by its length alone."""
-
-    def rewind(self, mark: None) -> None:
-        """Nothing to restore: entries past the length are never read."""
-
-    def gather(self, rows: Sequence[int], start: int, end: int, max_length: int, shift: int = 0) -> KVCache:
-        """A new cache: tokens ``start`` … ``end`` of the chosen rows, placed at ``shift``."""
-        shape = (len(rows), self.k.shape[1], max_length, self.k.shape[3])
-        new = KVCache(self.k.new_zeros(shape), self.v.new_zeros(shape))
-        for old, fresh in ((self.k, new.k), (self.v, new.v)):
-            fresh[:, :, shift : shift + end - start] = old[list(rows), :, start:end]
-        return new
-
-    @classmethod
-    def concat(cls, caches: Sequence[KVCache]) -> KVCache:
-        """Caches of equal max_length, one under the other in the batch axis."""
-        return cls(torch.cat([c.k for c in caches]), torch.cat([c.v for c in caches]))
 
 
 def attend(
@@ -131,12 +85,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, K * D, bias=config.bias)
         self.o_proj = nn.Linear(H * D, hidden_size, bias=config.output_bias)
         self.scale = D**-0.5
-        self.cache_class = KVCache  # or one that stores less: tokenbytoken.checkpoints.quantization.quantize_cache
+        self.cache_format: Format = PLAIN
+        self.cache_entry = Entry(tile=D)  # a scale for each token and head, if any
 
-    def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        return self.cache_class.empty(self.config, batch_size, max_length, dtype, device)
+    def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> Cache:
+        shape = (batch_size, self.config.num_kv_heads, max_length, self.config.head_dim)
+        return Cache.empty(dtype, device, self.cache_format, k=shape, v=shape)  # keys are kept rotated
 
-    def forward(self, x: Tensor, step: Pass, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: Pass, cache: Cache | None = None) -> Tensor:
         B, T, _ = x.shape
         D = self.config.head_dim
         q = self.q_proj(x).view(B, T, -1, D).transpose(1, 2)  # (B, H, T, D)
@@ -145,6 +101,6 @@ class Attention(nn.Module):
         if self.config.rope is not None:
             q, k = (step.rotate(t, self.config.rope) for t in (q, k))
         if cache is not None:
-            k, v = cache.append(k, v, step.start)  # (B, K, S, D)
+            k, v = cache.append(step.start, k=k, v=v)  # (B, K, S, D)
         out = attend(q, k, v, scale=self.scale, padding=step.padding)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))

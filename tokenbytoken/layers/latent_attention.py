@@ -15,79 +15,40 @@ of nope + rope and v.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ..config import LatentAttentionConfig, YarnScaling
 from .attention import attend
+from .cache import PLAIN, Cache, Entry, Format
 from .norm import RMSNorm
 from .rope import yarn_mscale
 
 if TYPE_CHECKING:
     from ..decoder import Pass
 
-__all__ = ["LatentAttention", "LatentCache"]
+__all__ = ["LatentAttention", "ShowsMatrix"]
 
 # Rows of a block of scores. The forms change places below 171 new tokens in DeepSeek's models, and the choice counts
 # masked pairs as well: in one block they are computed, too (until `attention.BLOCK_SCORES` asks for smaller ones).
 BLOCK_ROWS = 256
 
 
-class LatentCache:
-    """What one layer keeps of each token, (B, max_length, R + rope): its latent, then its rotated key."""
+@runtime_checkable
+class ShowsMatrix(Protocol):
+    """A linear layer that holds its weight in another form than a tensor, and can show it."""
 
-    def __init__(self, entries: Tensor, rank: int) -> None:
-        self.entries, self.rank = entries, rank
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight, (out, in)."""
 
-    @classmethod
-    def empty(
-        cls, config: LatentAttentionConfig, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> LatentCache:
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-        # Zeros rather than uninitialised memory: what lies past `length` is masked, and 0 × NaN would not be.
-        return cls(torch.zeros(batch_size, max_length, width, dtype=dtype, device=device), config.kv_lora_rank)
 
-    @property
-    def latent(self) -> Tensor:
-        """c_KV after its norm, a view (B, max_length, R)."""
-        return self.entries[..., : self.rank]
-
-    @property
-    def rotary_key(self) -> Tensor:
-        """The rotated key that all heads share, a view (B, max_length, rope)."""
-        return self.entries[..., self.rank :]
-
-    def append(self, latent: Tensor, rotary_key: Tensor, start: int) -> Tensor:
-        """Write (B, T, R) and (B, T, rope) at ``start``; returns a view of all held, (B, start + T, R + rope)."""
-        end = start + latent.shape[1]
-        self.latent[:, start:end] = latent
-        self.rotary_key[:, start:end] = rotary_key
-        return self.entries[:, :end]
-
-    def nbytes(self, length: int | None = None) -> int:
-        """Bytes allocated, or those of the first ``length`` tokens."""
-        tokens = self.entries.shape[1] if length is None else length
-        return self.entries[:, 0].numel() * tokens * self.entries.element_size()
-
-    def mark(self) -> None:
-        """Nothing to remember: a cache is cut back by its length alone."""
-
-    def rewind(self, mark: None) -> None:
-        """Nothing to restore: entries past the length are never read."""
-
-    def gather(self, rows: Sequence[int], start: int, end: int, max_length: int, shift: int = 0) -> LatentCache:
-        """A new cache: tokens ``start`` … ``end`` of the chosen rows, placed at ``shift``."""
-        entries = self.entries.new_zeros(len(rows), max_length, self.entries.shape[2])
-        entries[:, shift : shift + end - start] = self.entries[list(rows), start:end]
-        return LatentCache(entries, self.rank)
-
-    @classmethod
-    def concat(cls, caches: Sequence[LatentCache]) -> LatentCache:
-        """Caches of equal max_length, one under the other in the batch axis."""
-        return cls(torch.cat([cache.entries for cache in caches]), caches[0].rank)
+def _matrix(linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    if isinstance(linear, ShowsMatrix):
+        return linear.matrix(dtype)
+    assert isinstance(linear, nn.Linear)
+    return linear.weight
 
 
 class LatentAttention(nn.Module):
@@ -124,7 +85,9 @@ class LatentAttention(nn.Module):
         scaling = config.rope.scaling
         if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2  # one for the query, one for the key
-        self.cache_class = LatentCache
+        self.cache_format: Format = PLAIN
+        # The rotated key is short, and its error would meet every score.
+        self.cache_entry = Entry(tile=128, tail=config.qk_rope_head_dim)
 
     @property
     def form(self) -> Literal["auto", "absorbed", "expanded"]:
@@ -136,10 +99,12 @@ class LatentAttention(nn.Module):
             raise ValueError(f"form must be 'auto', 'absorbed' or 'expanded', not {form!r}")
         self._form: Literal["auto", "absorbed", "expanded"] = form
 
-    def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> LatentCache:
-        return self.cache_class.empty(self.config, batch_size, max_length, dtype, device)
+    def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> Cache:
+        # Of each token its latent, then its rotated key.
+        shape = (batch_size, max_length, self.config.kv_lora_rank + self.config.qk_rope_head_dim)
+        return Cache.empty(dtype, device, self.cache_format, latent=shape)
 
-    def forward(self, x: Tensor, step: Pass, cache: LatentCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, step: Pass, cache: Cache | None = None) -> Tensor:
         B, T, _ = x.shape
         c = self.config
         if c.q_lora_rank is None:
@@ -153,10 +118,9 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_norm(latent)  # (B, T, R)
         k_rope = step.rotate(k_rope.unsqueeze(1), c.rope).squeeze(1)  # (B, T, rope)
-        if cache is None:
-            held = torch.cat((latent, k_rope), dim=-1)
-        else:
-            held = cache.append(latent, k_rope, step.start)  # (B, S, R + rope)
+        held = torch.cat((latent, k_rope), dim=-1)
+        if cache is not None:
+            (held,) = cache.append(step.start, latent=held)  # (B, S, R + rope)
 
         S = held.shape[1]
         form = c.cheaper_form(S - T, T) if self.form == "auto" else self.form
@@ -176,9 +140,7 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, held: Tensor, padding: Tensor | None) -> Tensor:
         c = self.config
-        weight: Any = self.kv_b_proj.weight
-        if not isinstance(weight, Tensor):  # a quantised layer's
-            weight = weight.dequantize(held.dtype)
+        weight = _matrix(self.kv_b_proj, held.dtype)
         # Each head's rows are those of its key, then those of its value. They are never multiplied into the other
         # projections: that would make H × R columns of what has nope or v of them.
         w_uk, w_uv = weight.view(c.num_heads, -1, c.kv_lora_rank).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)

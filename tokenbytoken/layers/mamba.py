@@ -141,9 +141,14 @@ class MambaState:
         conv = torch.zeros(batch_size, I, config.conv_size - 1, dtype=dtype, device=device)
         return cls(conv, torch.zeros(batch_size, I, N, dtype=_wide(dtype), device=device))
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        return [self.conv, self.ssm]
+
     def nbytes(self, length: int | None = None) -> int:
         """Bytes allocated, which is also what any number of tokens uses."""
-        return sum(t.numel() * t.element_size() for t in (self.conv, self.ssm))
+        return sum(t.nbytes for t in self.tensors)
 
     def mark(self) -> MambaMark:
         return MambaMark(self.conv.clone(), self.ssm.clone())
@@ -160,14 +165,6 @@ class MambaState:
     def concat(cls, states: Sequence[MambaState]) -> MambaState:
         """States one under the other in the batch axis."""
         return cls(torch.cat([s.conv for s in states]), torch.cat([s.ssm for s in states]))
-
-
-def without_pads(x: Tensor, step: Pass) -> Tensor:
-    """x (B, T, I) with zeros in place of pads. As pads come first, zeros keep both states empty."""
-    if step.padding is None:
-        return x
-    columns = torch.arange(step.start, step.start + x.shape[1], device=x.device)
-    return x.masked_fill((columns < step.padding[:, None]).unsqueeze(-1), 0)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -216,8 +213,8 @@ class Mamba(nn.Module):
     def forward(self, x: Tensor, step: Pass, state: MambaState | None = None) -> Tensor:
         dtype, wide, config = x.dtype, _wide(x.dtype), self.config
         x, gate = self.in_proj(x).chunk(2, dim=-1)  # (B, T, I) each
-        x = self._convolve(without_pads(x, step), state).to(dtype)
-        x = without_pads(x, step)  # once more: the convolution's bias has made something of nothing
+        x = self._convolve(step.without_pads(x), state).to(dtype)
+        x = step.without_pads(x)  # once more: the convolution's bias has made something of nothing
 
         dt, B, C = self.x_proj(x).split([config.dt_rank, config.state_size, config.state_size], dim=-1)
         if config.inner_norms:

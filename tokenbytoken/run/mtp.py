@@ -70,7 +70,7 @@ class MTP(nn.Module):
     def kind(self) -> tuple[Any, ...]:
         """What a state must have in common with this module, as in :class:`~tokenbytoken.decoder.Decoder`."""
         mixer: Any = self.layer.mixer
-        return MTP, mixer.config, self.eh_proj.weight.dtype, getattr(mixer, "cache_class", None)
+        return MTP, mixer.config, self.eh_proj.weight.dtype, getattr(mixer, "cache_format", None)
 
     def _check(self, hidden: Tensor, embedded: Tensor, state: DecoderState | None) -> None:
         M, dtype = self.config.hidden_size, self.eh_proj.weight.dtype

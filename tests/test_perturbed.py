@@ -1,0 +1,163 @@
+"""The tool that looks for kernel-dependent digits finds them, and is silent where another kernel changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import execute
+import matrix
+import nbformat
+import perturbed
+import pytest
+import torch
+import torch.nn.functional as F
+from nbformat.v4 import new_code_cell, new_notebook
+from torch import Tensor
+
+from tokenbytoken import measure
+
+SETUP = """\
+import torch
+import tokenbytoken as tbt
+a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+exact = a.double() @ b.double()"""
+CELLS = {
+    SETUP: "",
+    "print(f'{float((a @ b)[0, 0]):.8f}')": "digits",
+    "print(f'{float((a @ b)[0, 0]):.2f}', f'⟨{float((a @ b)[0, 0]):.8f}⟩')": "",
+    "tbt.check.close(a @ b, exact, 1e-5, label='product')": "",
+    "tbt.check.close(a @ b, exact, 1e-6, label='product'); print('and the rest')": "assert",
+    "assert ((a @ b) - exact).abs().max() < 1e-4; print('small')": "",
+    "assert ((a @ b) - exact).abs().max() < 2e-5; print('and the rest')": "assert",
+    "def strict():\n    assert ((a @ b) - exact).abs().max() < 2e-5\nstrict(); print('the end')": "digits",
+    "try:\n    assert float((a @ b)[0, 0]) > 1e9\nexcept AssertionError:\n    print('caught')": "",
+    "print(f'{float(exact[0, 0]):.12f}', (a @ b).argmax().item())": "",
+    "with torch.inference_mode():\n    print(f'{float(torch.nn.functional.linear(a, b).sum()):.6f}')": "digits",
+    "print(torch.randn(1, generator=torch.Generator().manual_seed(7)), torch.manual_seed(3) and torch.rand(2))": "",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[perturbed.Found, bytes, bytes]:
+    path = tmp_path_factory.mktemp("book") / "made_up.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell(source) for source in CELLS]), path)
+    execute.execute(path)
+    before = path.read_bytes()
+    return perturbed.rerun(path, seed=1), before, path.read_bytes()
+
+
+def numbers(lines: list[str]) -> list[int]:
+    return [int(line.split("code cell ")[1].split(",")[0]) for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["digits", "assert"])
+def test_finds_each_and_no_other(kind: str, found: tuple[perturbed.Found, bytes, bytes]) -> None:
+    lines = found[0].digits if kind == "digits" else found[0].asserts
+    assert numbers(lines) == [number for number, says in enumerate(CELLS.values(), start=1) if says == kind], lines
+
+
+def test_reads_the_notebook_only(found: tuple[perturbed.Found, bytes, bytes]) -> None:
+    _, before, after = found
+    assert before == after
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matmul": lambda x: x @ x.T,
+    "batched": lambda x: x[None] @ x.T,
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "linear": lambda x: F.linear(x, x, x[0]),
+    "row": lambda x: x @ x[0],
+    "dot": lambda x: x[0] @ x[1],
+    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True),
+    "attention of one row": lambda x: F.scaled_dot_product_attention(x[None, None, :1], *(x[None, None],) * 2),
+    "convolution": lambda x: F.conv1d(x[None], x[:, None, :4].contiguous(), groups=32),
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(-1),
+    "softmax": lambda x: x.softmax(-1),
+    "silu": F.silu,
+    "norm": lambda x: F.rms_norm(x, (32,)),
+    "in place": lambda x: x.clone().exp_(),
+}
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["inference", "autograd"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_kind_of_kernel_is_perturbed_a_little(name: str, inference: bool) -> None:
+    x = randn(32, 32)
+    with torch.inference_mode(inference):
+        exact = OPERATIONS[name](x)
+        with perturbed.Perturbed(1):
+            one, same = OPERATIONS[name](x), OPERATIONS[name](x)
+        with perturbed.Perturbed(2):
+            other = OPERATIONS[name](x)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, exact)
+    assert not torch.equal(one, other)
+    assert (one - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.double() @ x.double().T,
+        lambda x: x.long() @ x.long().T,
+        lambda x: (x * x + x - x / 3).sqrt(),
+        lambda x: x.abs().amax(-1).clamp(max=1),
+        lambda x: x[x > 0].sort().values,
+        lambda x: torch.cat((x, x)).to(torch.bfloat16),
+        lambda x: torch.full((2, 2), -torch.inf).softmax(-1) + x.new_full((2, 2), torch.inf).sum(-1),
+    ],
+)
+def test_what_every_kernel_gives_stays(operation: Callable[[Tensor], Tensor]) -> None:
+    x = randn(32, 32)
+    with perturbed.Perturbed(1):
+        got = operation(x)
+    assert torch.equal(got.nan_to_num(), operation(x).nan_to_num())
+
+
+def test_low_precision_is_rounded_after_the_noise() -> None:
+    """A few elements flip to the neighbouring number; the others are the float32 result, rounded once."""
+    a, b = randn(64, 256, dtype=torch.bfloat16), randn(256, 512, dtype=torch.bfloat16)
+    with perturbed.Perturbed(1):
+        got = a @ b
+    want = (a.float() @ b.float()).to(torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    flipped = (got != want).float().mean()
+    assert 0 < flipped < 0.05
+    # One step of bfloat16, or what cancelled: noise is relative to the terms.
+    assert ((got.float() - want.float()).abs() <= want.float().abs() * 2**-7 + 1e-3).all()
+
+
+def test_noise_is_relative_to_the_terms_not_to_the_result() -> None:
+    a = torch.cat((torch.ones(1, 50), -torch.ones(1, 50)), dim=1)
+    with perturbed.Perturbed(1):
+        cancelled = a @ torch.ones(100, 8)
+    assert 0 < cancelled.abs().max() <= perturbed.SCALE * 100
+
+
+def test_the_count_of_a_pass_is_undisturbed() -> None:
+    layer, x = torch.nn.Linear(16, 8), randn(2, 16)
+    want = measure.count(lambda: layer(x))
+    with perturbed.Perturbed(1):
+        got = measure.count(lambda: layer(x))
+    assert (got.flops, got.operations, got.calls_by_operation) == (want.flops, want.operations, want.calls_by_operation)
+
+
+def test_make_test_matrix_runs_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of its own, red when a digit changed."""
+    ran = []
+
+    def run(command: list[str], environment: dict[str, str]) -> tuple[bool, str]:
+        ran.append(command)
+        return not command[1].endswith("perturbed.py"), "done"
+
+    monkeypatch.setattr(matrix, "run", run)
+    assert matrix.main() == 1
+    assert [Path(command[1]).name for command in ran].count("perturbed.py") == 1
+    assert re.search(r"^perturbed +FAILED", capsys.readouterr().out, re.MULTILINE)
