@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from . import models as models
     from . import page as page
     from . import run as run
-    from .checkpoints.checkpoint import load as load
-    from .checkpoints.checkpoint import load_tokenizer as load_tokenizer
     from .checkpoints.number_formats import to_fp8 as to_fp8
     from .checkpoints.quantized_cache import quantize_cache as quantize_cache
     from .checkpoints.quantized_layers import QuantizedExperts as QuantizedExperts
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
     from .checkpoints.quantized_layers import quantize_as as quantize_as
     from .checkpoints.quantized_layers import quantize_model as quantize_model
     from .checkpoints.quantized_layers import stored_bytes as stored_bytes
+    from .checkpoints.sources import load as load
+    from .checkpoints.sources import save as save
+    from .checkpoints.tokenizer import load_tokenizer as load_tokenizer
     from .config import AttentionConfig as AttentionConfig
     from .config import DecoderConfig as DecoderConfig
     from .config import LatentAttentionConfig as LatentAttentionConfig
@@ -94,12 +95,13 @@ _NAMES = {
     "run.generation": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
     ),
-    "checkpoints.checkpoint": ("load", "load_tokenizer"),
     "checkpoints.number_formats": ("to_fp8",),
     "checkpoints.quantized_cache": ("quantize_cache",),
     "checkpoints.quantized_layers": (
         "QuantizedExperts", "QuantizedLinear", "quantize_as", "quantize_model", "stored_bytes",
     ),
+    "checkpoints.sources": ("load", "save"),
+    "checkpoints.tokenizer": ("load_tokenizer",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
