@@ -19,7 +19,8 @@ from families import assert_close, deepseek_v2, deepseek_v3, mixtral, ours, rand
 from safetensors.torch import load_file, save_file
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoints.checkpoint import Part, open_source
+from tokenbytoken.checkpoints import open_source
+from tokenbytoken.checkpoints.tensors import Part
 from tokenbytoken.layers.feed_forward import MoE, Router, route
 
 WIDTH = 64

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._numbers import not_negative, whole
-from ..checkpoints.checkpoint import Tokenizer, load, load_tokenizer
+from ..checkpoints import Tokenizer, load, load_tokenizer
 from ..cost import pass_cost
 from ..decoder import Decoder, DecoderState
 
