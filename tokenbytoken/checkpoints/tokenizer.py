@@ -72,7 +72,10 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of ``source`` (as for :func:`~tokenbytoken.checkpoints.sources.load`): from tokenizer.json, or from a GGUF file's own tables."""
+    """The tokenizer of ``source``, which is named as for :func:`~tokenbytoken.checkpoints.load`.
+
+    It comes from a directory's tokenizer.json, or from a GGUF file's own tables.
+    """
     path = find(source)
     return _directory_tokenizer(path) if path.is_dir() else _gguf_tokenizer(path)
 
