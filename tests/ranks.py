@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import tokenbytoken as tbt
-from tokenbytoken.run.generation import main as generate_main
+from tokenbytoken.__main__ import main
 from tokenbytoken.run.parallel import Collectives, RankLost, load_parallel, parallelize, ranks, shard
 
 
@@ -154,11 +154,11 @@ def lost(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def command(case: dict[str, Any]) -> dict[str, Any]:
-    """``python -m tokenbytoken.run.generation --tensor-parallel``, with some options of rank 1 alone."""
+    """``python -m tokenbytoken generate --tensor-parallel``, with some options of rank 1 alone."""
     options = case["options"] + (case["of_rank_1"] if os.environ["RANK"] == "1" else [])
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = generate_main([*options, "--tensor-parallel"])
+        status = main(["generate", *options, "--tensor-parallel"])
     return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
 
 

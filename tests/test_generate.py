@@ -15,6 +15,7 @@ import torch
 from families import llama, ours, random_tokens
 
 import tokenbytoken as tbt
+from tokenbytoken.__main__ import main
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,7 @@ def test_limits_of_a_given_state(pair: tuple[Any, tbt.Decoder]) -> None:
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     return subprocess.run(
-        [sys.executable, "-m", "tokenbytoken.run.generation", *arguments],
+        [sys.executable, "-m", "tokenbytoken", "generate", *arguments],
         capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False,
     )  # fmt: skip
 
@@ -294,9 +295,7 @@ def test_command_chats_with_the_models_template(tmp_path: Path) -> None:
 def test_command_refuses_bad_input_in_one_line(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tokenbytoken.run.generation import main
-
-    assert main(arguments) == 2
+    assert main(["generate", *arguments]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert words in told.err

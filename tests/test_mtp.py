@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
-from tokenbytoken.run.generation import Choose, Guess, Propose
+from tokenbytoken.run import Choose, Guess, Propose
 from tokenbytoken.run.mtp import MTP, load_mtp
 
 VOCAB, HIDDEN, EXPERTS = T_DSV3["vocab_size"], T_DSV3["hidden_size"], T_DSV3["n_routed_experts"]

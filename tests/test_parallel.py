@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tokenbytoken as tbt
-from tokenbytoken.run.generation import main
+from tokenbytoken.__main__ import main
 from tokenbytoken.run.parallel import deal_heads, shard
 
 HERE = Path(__file__).parent
@@ -305,18 +305,18 @@ def test_a_command_that_cannot_be_obeyed_ends_every_rank_with_one_message(result
     words = COMMANDS[name][-1]
     for rank, found in enumerate(all_ranks(results, name)):
         assert (found["status"], found["out"]) == (2, "")
-        assert found["err"].startswith(words) if rank == 0 else found["err"] == ""
+        assert found["err"].startswith(f"tokenbytoken generate: {words}") if rank == 0 else found["err"] == ""
         assert found["err"].count("\n") == (rank == 0)
         assert found["seconds"] < 30
 
 
 def test_torchrun_prints_on_rank_0_alone_what_one_process_prints(capsys: pytest.CaptureFixture) -> None:
     options = ["--prompt", "The tallest mountain on Earth is", "--max-new-tokens", "5"]
-    assert main(options) == 0
+    assert main(["generate", *options]) == 0
     one = capsys.readouterr().out
     two = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "tokenbytoken.run.generation", *options, "--tensor-parallel"],
+         "-m", "tokenbytoken", "generate", *options, "--tensor-parallel"],
         env=ENVIRONMENT, timeout=180, capture_output=True, text=True,
     )  # fmt: skip
     assert two.returncode == 0, two.stderr
@@ -333,5 +333,5 @@ def test_torchrun_ends_within_a_minute_when_a_rank_is_killed(results: dict) -> N
 def test_tensor_parallel_outside_torchrun_says_how_to_start_it(capsys: pytest.CaptureFixture) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         assert name not in os.environ
-    assert main(["--prompt", "x", "--tensor-parallel"]) == 2
+    assert main(["generate", "--prompt", "x", "--tensor-parallel"]) == 2
     assert "start the ranks with torchrun" in capsys.readouterr().err

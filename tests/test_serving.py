@@ -18,7 +18,7 @@ import torch
 from families import llama, ours
 
 import tokenbytoken as tbt
-from tokenbytoken.run.serving import (
+from tokenbytoken.run import (
     BlockAllocator,
     Policy,
     Request,

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenbytoken as tbt
 from tokenbytoken.cost import expected_tokens
-from tokenbytoken.run.generation import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
+from tokenbytoken.run import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
 
 FAMILIES = {"llama": llama, "deepseek_v3": deepseek_v3, "mamba": mamba, "jamba": jamba}
 VOCAB = 97
@@ -604,7 +604,7 @@ def unfiltered(draft: tbt.Decoder) -> Any:
 )
 def test_wrong_rules_are_caught_by_the_same_test(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = tiny(1, layers=2), tiny(7)
-    module = importlib.import_module("tokenbytoken.run.generation")
+    module = importlib.import_module("tokenbytoken.run.speculation")
     if wrong == "draw again from p":
         monkeypatch.setattr(module, "residual", lambda p, q: p)
     elif wrong == "accept always":

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     from .models import published as published
     from .page import check as check
     from .page import plot as plot
-    from .run.generation import DraftModel as DraftModel
-    from .run.generation import PromptLookup as PromptLookup
-    from .run.generation import Speculation as Speculation
-    from .run.generation import first_layers as first_layers
-    from .run.generation import generate as generate
-    from .run.generation import sample as sample
-    from .run.generation import speculate as speculate
-    from .run.generation import stream as stream
+    from .run import DraftModel as DraftModel
+    from .run import PromptLookup as PromptLookup
+    from .run import Speculation as Speculation
+    from .run import first_layers as first_layers
+    from .run import generate as generate
+    from .run import sample as sample
+    from .run import speculate as speculate
+    from .run import stream as stream
 
 __version__ = "0.1.0"
 
@@ -93,7 +93,7 @@ _NAMES = {
     ),
     "_table": ("table",),
     "decoder": ("Decoder", "DecoderState"),
-    "run.generation": (
+    "run": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
     ),
     "checkpoints": (

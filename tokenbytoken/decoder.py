@@ -160,7 +160,7 @@ class DecoderState:
         self.padding = padding
         self.length = length
         self.batch_size = len(padding)
-        self.padded = padding.device.type != "meta" and bool(padding.any())
+        self.padded = padding.device.type != "meta" and bool(padding.any())  # read once, not in each pass
         self._marks: WeakSet[Mark] = WeakSet()  # those that still describe what the state holds
 
     @property
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
     """
 
     #: Under tensor parallelism: what makes every rank go on with the tokens that rank 0 chose.
-    agree: Callable[[list[int]], list[int]] | None = None
+    agree: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -305,7 +305,12 @@ class Decoder(nn.Module):
         return DecoderState(self.kind, layers, max_length, pads.to(weight.device))
 
     def forward(
-        self, tokens: Tensor, state: DecoderState | None = None, *, logits: Literal["all", "last", "none"] = "all"
+        self,
+        tokens: Tensor,
+        state: DecoderState | None = None,
+        *,
+        logits: Literal["all", "last", "none"] = "all",
+        checked: bool = False,
     ) -> Tensor:
         """One pass: tokens (B, T) → logits (B, T, V), or (B, 1, V) for "last".
 
@@ -313,9 +318,10 @@ class Decoder(nn.Module):
 
         With a state, the tokens continue what it holds and are added to it. Raises ValueError, and leaves the
         state as it was, for tokens of a wrong shape or outside the vocabulary, a batch of another size, or
-        more tokens than fit.
+        more tokens than fit. ``checked`` promises that all ids lie within the vocabulary, as those that a model of
+        the same vocabulary chose: they are not read again, for which the host would wait for the device.
         """
-        self._check(tokens, state, logits)
+        self._check(tokens, state, logits, checked)
         start = 0 if state is None else state.length
         padding = state.padding if state is not None and state.padded else None
         x = self.embed(tokens)
@@ -328,7 +334,7 @@ class Decoder(nn.Module):
             return x
         return self.head(self.norm(x[:, -1:] if logits == "last" else x))
 
-    def _check(self, tokens: Tensor, state: DecoderState | None, logits: str) -> None:
+    def _check(self, tokens: Tensor, state: DecoderState | None, logits: str, checked: bool) -> None:
         if logits not in ("all", "last", "none"):
             raise ValueError(f'logits must be "all", "last" or "none", not {logits!r}')
         if not isinstance(tokens, Tensor):
@@ -340,7 +346,7 @@ class Decoder(nn.Module):
             raise ValueError(f"the prompt is empty: tokens have shape {(B, T)}")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64, not {tokens.dtype}")
-        if tokens.device.type != "meta":
+        if not checked and not tokens.is_meta:
             low, high = (int(t) for t in torch.aminmax(tokens))
             if low < 0 or high >= self.config.vocab_size:
                 bad = low if low < 0 else high

@@ -7,7 +7,7 @@ of token i + 1, sends the result through one more layer, and the same head predi
     logits of t_{i+2} = head(norm(layer(x_i)))       equations 22 and 23
 
 It was trained beside the model, for a better model. Generation can do without it, or use it as a draft for
-:func:`~tokenbytoken.run.generation.speculate`.
+:func:`~tokenbytoken.run.speculate`.
 
 Two things the paper leaves open are settled here by those who run the released weights. The columns of W that meet the
 embedding come first, as vLLM and SGLang concatenate them, although equation 21 writes the hidden state first. And h_i
@@ -32,7 +32,7 @@ from ..checkpoints.tensors import Stored, fill, usable_device
 from ..config import DecoderConfig
 from ..decoder import Decoder, DecoderState, Layer, Pass, _SkipMetaInit
 from ..layers.norm import RMSNorm
-from .generation import Choose, Guess, Propose
+from .speculation import Choose, Guess, Propose
 
 __all__ = ["MTP", "load_mtp"]
 
@@ -100,7 +100,7 @@ class MTP(nn.Module):
         return self.norm(x)
 
     def start(self, model: Decoder, max_length: int) -> Propose:
-        """As a draft, see :class:`~tokenbytoken.run.generation.Draft`: one guess from the model's last hidden state.
+        """As a draft, see :class:`~tokenbytoken.run.Draft`: one guess from the model's last hidden state.
 
         Further guesses feed the module's output back, which it was not trained for.
         """

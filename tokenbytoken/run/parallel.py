@@ -164,7 +164,7 @@ def ranks(device: str | torch.device = "cpu", timeout: float = TIMEOUT) -> Itera
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
             f"{missing[0]} is not set: start the ranks with torchrun, as in "
-            "torchrun --nproc-per-node 2 -m tokenbytoken.run.generation --tensor-parallel …"
+            "torchrun --nproc-per-node 2 -m tokenbytoken generate --tensor-parallel …"
         )
     # Without enough GPUs the ranks meet all the same, so that load_parallel refuses with one voice.
     on_gpus = str(device).startswith("cuda") and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -332,7 +332,7 @@ def _build(
         )
 
     model = fill(model, tensors, dtype, device, own.parts, wrap, whole).eval()
-    model.agree = _Agreement(group, device)
+    model.agree = _Agreement(group)
     return model
 
 
@@ -348,10 +348,10 @@ def _own_attention(config: AttentionConfig, hidden_size: int, group: dist.Proces
 class _Agreement:
     """Rank 0's choice of tokens, on every rank: each samples for itself, and must not follow another sequence."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
-    def __call__(self, tokens: list[int]) -> list[int]:
-        chosen = torch.tensor(tokens, device=self.device)
+    def __call__(self, tokens: Tensor) -> Tensor:
+        chosen = tokens.clone()
         dist.broadcast(chosen, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return chosen.tolist()
+        return chosen
