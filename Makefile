@@ -56,7 +56,7 @@ test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads, on older instr
 	@$(PY) tests/matrix.py
 
 measure: $(STAMP)  ## calibrate this machine and print what it reaches
-	@env -u OMP_WAIT_POLICY $(PY) -m tokenbytoken.measure
+	@env -u OMP_WAIT_POLICY $(PY) -m tokenbytoken calibrate
 
 bench: $(STAMP)  ## this package beside transformers and the machine's limits
 	@env -u OMP_WAIT_POLICY $(PY) -m benchmarks

@@ -30,7 +30,7 @@ def reference(where: torch.device) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    path = tbt.checkpoints.checkpoint.find(SOURCE)
+    path = tbt.checkpoints.find(SOURCE)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return model.eval().to(where)
 

@@ -29,7 +29,7 @@ def smollm2() -> tbt.Decoder:
 def reference() -> Any:
     from transformers import AutoModelForCausalLM
 
-    path = tbt.checkpoints.checkpoint.find(SMOLLM2)
+    path = tbt.checkpoints.find(SMOLLM2)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
@@ -78,7 +78,7 @@ def test_smollm2_weights_are_those_of_transformers(smollm2: tbt.Decoder, referen
 def reference_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    path = tbt.checkpoints.checkpoint.find(SMOLLM2)
+    path = tbt.checkpoints.find(SMOLLM2)
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
@@ -328,7 +328,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
-    whole = tbt.checkpoints.checkpoint.find(SMOLLM2)
+    whole = tbt.checkpoints.find(SMOLLM2)
     cut = tmp_path / "cut.gguf"
     with whole.open("rb") as source, cut.open("wb") as target:
         shutil.copyfileobj(source, target)
@@ -443,13 +443,13 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
-    reader = tbt.checkpoints.checkpoint.gguf_reader(tbt.checkpoints.checkpoint.find(SMOLLM2))
-    assert tbt.checkpoints.checkpoint.gguf_reader(tbt.checkpoints.checkpoint.find(SMOLLM2)) is reader
+    reader = tbt.checkpoints.gguf_reader(tbt.checkpoints.find(SMOLLM2))
+    assert tbt.checkpoints.gguf_reader(tbt.checkpoints.find(SMOLLM2)) is reader
     copy = tmp_path / "model.gguf"
-    shutil.copyfile(tbt.checkpoints.checkpoint.find(SMOLLM2), copy)
-    before = tbt.checkpoints.checkpoint.gguf_reader(copy)
+    shutil.copyfile(tbt.checkpoints.find(SMOLLM2), copy)
+    before = tbt.checkpoints.gguf_reader(copy)
     os.utime(copy, ns=(1, 1))
-    assert tbt.checkpoints.checkpoint.gguf_reader(copy) is not before
+    assert tbt.checkpoints.gguf_reader(copy) is not before
 
 
 def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:

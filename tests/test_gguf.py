@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoints.checkpoint import _BLOCKS, _expand, gguf_reader
+from tokenbytoken.checkpoints.gguf_fast import _BLOCKS, expand, gguf_reader
 
-SMOLLM2 = tbt.checkpoints.checkpoint.find("smollm2-135m")
+SMOLLM2 = tbt.checkpoints.find("smollm2-135m")
 
 
 def test_fields_are_those_of_the_library() -> None:
@@ -34,20 +34,20 @@ def test_expansion_is_the_librarys_to_the_bit(kind: Kind, rows: int) -> None:
     values[0, :32] = 0
     data = quantize(values, kind)
     want = torch.from_numpy(dequantize(data, kind).astype(np.float32))
-    assert torch.equal(_expand(data, kind).float().view(rows, -1), want)
+    assert torch.equal(expand(data, kind).float().view(rows, -1), want)
 
 
 def test_expansion_goes_on_past_its_first_blocks() -> None:
     values = np.random.default_rng(1).standard_normal((1, 32 * (_BLOCKS + 5))).astype(np.float32)
     data = quantize(values, Kind.Q4_1)
-    assert torch.equal(_expand(data, Kind.Q4_1), torch.from_numpy(dequantize(data, Kind.Q4_1).reshape(-1)))
+    assert torch.equal(expand(data, Kind.Q4_1), torch.from_numpy(dequantize(data, Kind.Q4_1).reshape(-1)))
 
 
 def test_every_tensor_of_the_model_is_the_librarys() -> None:
     for tensor in gguf_reader(SMOLLM2).tensors:
         if tensor.name in ("token_embd.weight", "output_norm.weight") or tensor.name.startswith("blk.17."):
             want = dequantize(tensor.data.reshape(1, -1), tensor.tensor_type).reshape(-1)
-            assert torch.equal(_expand(tensor.data, tensor.tensor_type), torch.from_numpy(want.copy())), tensor.name
+            assert torch.equal(expand(tensor.data, tensor.tensor_type), torch.from_numpy(want.copy())), tensor.name
 
 
 @pytest.mark.parametrize("kind", ["strings", "numbers"])

@@ -27,6 +27,7 @@ from tokenbytoken.cost import (
     max_context,
     pass_cost,
     predict,
+    roofline,
     state_bytes,
     state_share,
     weight_bytes,
@@ -181,6 +182,22 @@ def test_rates_may_be_curves() -> None:
         machine.ridge("fp32")
     with pytest.raises(ValueError, match="no link to other GPUs"):
         predict(config, machine, 1, 0, gpus=2)
+
+
+def test_a_roofline_by_hand() -> None:
+    gpu = replace(accelerators["h100"], operation_seconds=1e-6)
+    time = roofline(gpu, 3.35e9, {"fp8": 1979e9, "bf16": 989.5e9}, 64, state=6.7e9, messages=5e-3, efficiency=0.5)
+    assert time.memory_seconds == pytest.approx(2e-3)
+    assert time.compute_seconds == pytest.approx(2 * (1e-3 + 1e-3))
+    assert time.state_seconds == pytest.approx(4e-3)
+    assert time.seconds == pytest.approx(4e-3 + 4e-3 + 5e-3)
+    assert time.binds == "memory", "the state counts with the bytes"
+    started = roofline(gpu, 3.35e9, {}, 1, operations=5000, overlapped=True)
+    assert started.seconds == pytest.approx(5e-3)  # the starts run ahead of the millisecond of reading
+    assert started.binds == "overhead"
+    assert replace(started, overlapped=False).seconds == pytest.approx(6e-3)
+    with pytest.raises(ValueError, match="H100 has no rate for fp32"):
+        roofline(gpu, 1, {"fp32": 1}, 1)
 
 
 # --- several GPUs ------------------------------------------------------------------------------------

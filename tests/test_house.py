@@ -16,8 +16,8 @@ DATA = {"models.py"}  # tables of published figures: as long as they are
 
 #: Each room may use those before it. A file at the top is a room of its own.
 ORDER = (
-    "_algebra", "_numbers", "_paths", "config", "models", "cost", "layers", "decoder", "checkpoints", "run", "measure",
-    "page", "commands", "__main__",
+    "_algebra", "_numbers", "_paths", "_table", "config", "models", "cost", "layers", "decoder", "checkpoints", "run",
+    "measure", "page", "commands", "__main__",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "tokenbytoken":
-                    yield (alias.name.split(".") + [""])[1], node.lineno, node in typing
+                    yield [*alias.name.split("."), ""][1], node.lineno, node in typing
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != PACKAGE / "__init__.py"], ids=name_of)

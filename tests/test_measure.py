@@ -1,8 +1,8 @@
-"""Counting, timing, calibrating, showing, recording."""
+"""Timing, calibrating, showing, recording."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import json
 import math
 import os
@@ -10,238 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import tokenbytoken as tbt
 from tokenbytoken import _paths, measure
-from tokenbytoken.measure import Calibrated, Calibration, Curve, Timing, count, show
+from tokenbytoken.commands import calibrating
+from tokenbytoken.measure import Calibrated, Calibration, Curve, Timing, calibration, computer, records, show
 
 MARKED = re.compile(r"⟨[^⟨⟩\n]*⟩")
-
-
-def torch_counts(fn) -> int:
-    with FlopCounterMode(display=False) as mode:
-        fn()
-    return mode.get_total_flops()
-
-
-# --- FLOPs -------------------------------------------------------------------------------------------
-
-
-def products(device: str) -> dict[str, object]:
-    def t(*shape: int) -> torch.Tensor:
-        return torch.ones(shape, device=device)
-
-    linear, biased = nn.Linear(8, 5, bias=False, device=device), nn.Linear(8, 5, device=device)
-    conv = nn.Conv1d(6, 6, 4, groups=6, padding=3, device=device)
-    return {
-        "mm": lambda: t(3, 8) @ t(8, 5),
-        "bmm": lambda: t(2, 3, 8) @ t(2, 8, 5),
-        "matmul": lambda: t(2, 4, 3, 8) @ t(8, 5),
-        "addmm": lambda: torch.addmm(t(5), t(3, 8), t(8, 5)),
-        "baddbmm": lambda: torch.baddbmm(t(2, 3, 5), t(2, 3, 8), t(2, 8, 5)),
-        "einsum": lambda: torch.einsum("bhtd,bhsd->bhts", t(2, 3, 4, 8), t(2, 3, 5, 8)),
-        "linear": lambda: linear(t(2, 3, 8)),
-        "linear with bias": lambda: biased(t(2, 3, 8)),
-        "depthwise convolution": lambda: conv(t(2, 6, 9)),
-    }
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", products("meta"))
-def test_products_as_torch_counts_them(name: str, device: str, mode) -> None:
-    fn = products(device)[name]
-    want = torch_counts(fn)
-    with mode():
-        assert count(fn).flops == want > 0
-
-
-def test_vector_products() -> None:
-    a, x = torch.ones(3, 8), torch.ones(8)
-    assert count(lambda: a @ x).flops == 2 * 3 * 8
-    assert count(lambda: torch.dot(x, x)).flops == 2 * 8
-    assert count(lambda: torch.addmv(torch.ones(3), a, x)).flops == 2 * 3 * 8
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", ["causal", "full", "masked", "grouped"])
-def test_attention_is_counted_full_on_every_device(kind: str, device: str, mode) -> None:
-    B, H, K, T, S, D, Dv = 2, 6, 3, 5, 7, 8, 4
-    S = T if kind == "causal" else S
-    heads = K if kind == "grouped" else H
-    q = torch.zeros(B, H, T, D, device=device)
-    k, v = torch.zeros(B, heads, S, D, device=device), torch.zeros(B, heads, S, Dv, device=device)
-    options = {
-        "causal": {"is_causal": True},
-        "full": {},
-        "masked": {"attn_mask": torch.ones(T, S, dtype=torch.bool, device=device)},
-        "grouped": {"enable_gqa": True},
-    }[kind]
-    with mode():
-        counted = count(lambda: F.scaled_dot_product_attention(q, k, v, **options))
-    assert counted.flops == 2 * B * H * T * S * (D + Dv)
-
-
-def test_elementwise_work_counts_nothing() -> None:
-    x = torch.ones(3, 8)
-    counted = count(lambda: F.silu(F.rms_norm(x, (8,))).softmax(-1).cumsum(0).topk(2))
-    assert counted.flops == 0
-    assert counted.operations > 4
-    assert count(lambda: x.view(8, 3).t()[1:].unsqueeze(0)).operations == 0
-
-
-def test_traffic_is_every_operand_and_result_each_time() -> None:
-    a, b, row = torch.ones(8, 10), torch.ones(8, 10), torch.ones(1, 10)
-
-    def work() -> None:
-        a + b  # 2 read, 1 written
-        a.add_(b).view(-1)  # the same; a view moves nothing
-        a.copy_(b)  # 1 read, 1 written: what is overwritten is not looked at
-        torch.cat((a, b))  # 2 and 2
-        torch.addcmul(a, b, row.expand(8, 10))  # 2 and 1, and a row once
-
-    assert count(work).traffic == 4 * (80 * (3 + 3 + 2 + 4 + 3) + 10)
-    table, which = torch.ones(1000, 4), torch.tensor([1, 5, 7])
-    assert count(lambda: table[which]).traffic == 2 * 3 * 4 * 4 + 3 * 8  # rows, and their numbers
-
-
-def test_an_unlisted_operation_is_refused_and_can_be_registered() -> None:
-    @torch.library.custom_op("tbt_test::scan", mutates_args=())
-    def scan(x: torch.Tensor) -> torch.Tensor:
-        return x.cumsum(0)
-
-    x = torch.ones(4, 3)
-    with pytest.raises(NotImplementedError, match=r"tbt_test\.scan has no rule"):
-        count(lambda: scan(x))
-    try:
-        measure.rule(torch.ops.tbt_test.scan)(lambda out, x: 6 * x.numel())
-        counted = count(lambda: scan(x))
-        assert counted.flops == 72
-        assert counted.flops_by_operation == {"scan": 72}
-    finally:
-        measure._RULES.pop(torch.ops.tbt_test.scan, None)
-
-
-def test_context_and_call_agree() -> None:
-    linear = nn.Linear(8, 5)
-    x = torch.ones(3, 8)
-    with count() as cost:
-        linear(x)
-    assert cost == count(lambda: linear(x))
-    assert cost.intensity == cost.flops / cost.bytes
-
-
-# --- Bytes -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_weights_are_read_once(device: str, mode) -> None:
-    w = nn.Parameter(torch.zeros(64, 32, device=device))
-    x = torch.zeros(3, 32, device=device)
-    with mode():
-        assert count(lambda: (F.linear(x, w), F.linear(x, w), w * 2)).weight_bytes == 64 * 32 * 4
-        assert count(lambda: F.linear(x, w[16:48])).weight_bytes == 32 * 32 * 4
-        assert count(lambda: (F.linear(x, w[:32]), F.linear(x, w[16:48]))).weight_bytes == 48 * 32 * 4
-        assert count(lambda: F.linear(x[:, :8], w[:, 8:16])).weight_bytes == 64 * 8 * 4
-        assert count(lambda: w.expand(5, 64, 32) + 1).weight_bytes == 64 * 32 * 4
-        assert count(lambda: w.t().view(32, 8, 8)).weight_bytes == 0
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_only_the_rows_looked_up(device: str) -> None:
-    table = nn.Embedding(100, 16, device=device)
-    ids = torch.zeros(2, 3, dtype=torch.long, device=device)
-    assert count(lambda: table(ids)).weight_bytes == 6 * 16 * 4
-    assert count(lambda: table.weight[ids[0]]).weight_bytes == 3 * 16 * 4
-    # A head tied to the embedding reads every row anyway.
-    assert count(lambda: F.linear(table(ids), table.weight)).weight_bytes == 100 * 16 * 4
-
-
-def test_tensors_that_are_no_parameters_can_be_named_as_weights() -> None:
-    codes = torch.zeros(64, 32, dtype=torch.int8)
-    x = torch.zeros(3, 32)
-    assert count(lambda: F.linear(x, codes.float())).weight_bytes == 0
-    assert count(lambda: F.linear(x, codes.float()), weights=[codes]).weight_bytes == 64 * 32
-
-
-def test_cover_is_the_union_of_what_views_show() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        base = torch.zeros(240, dtype=torch.int16)
-        cover, seen = measure._Cover(), np.zeros(480, dtype=bool)
-        for _ in range(rng.integers(1, 6)):
-            shape = rng.integers(1, 4, size=3).tolist()
-            stride = rng.integers(0, 20, size=3).tolist()
-            view = base.as_strided(shape, stride, int(rng.integers(0, 60)))
-            before = int(seen.sum())
-            index = view.storage_offset() + sum(
-                np.arange(n).reshape([-1 if j == i else 1 for j in range(3)]) * s
-                for i, (n, s) in enumerate(zip(shape, stride, strict=True))
-            )
-            for byte in (0, 1):
-                seen[2 * np.asarray(index).ravel() + byte] = True
-            assert cover.add(view) == int(seen.sum()) - before
-            assert cover.bytes == int(seen.sum())
-
-
-def test_state_read_before_written() -> None:
-    cache = torch.zeros(2, 3, 10, 4)  # (B, K, max_length, D)
-    recurrent = torch.zeros(2, 5)
-
-    def step() -> None:
-        cache[:, :, 6:8] = 1.0
-        _ = torch.ones(2, 3, 1, 4) @ cache[:, :, :8].transpose(-1, -2)
-        recurrent.mul_(0.5)
-
-    counted = count(step, state={"cache": cache, "other": [recurrent]})
-    assert counted.state_bytes_read == 2 * 3 * 6 * 4 * 4 + 2 * 5 * 4
-    assert counted.state_bytes_written == 2 * 3 * 2 * 4 * 4 + 2 * 5 * 4
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(("batch", "context", "new"), [(1, 0, 1), (1, 0, 7), (2, 5, 1), (3, 9, 1), (2, 5, 4)])
-@pytest.mark.parametrize("logits", ["all", "last"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_decoder_pass_is_what_the_closed_form_says(
-    device: str, batch: int, context: int, new: int, logits: str, tied: bool
-) -> None:
-    published = tbt.published["smollm2-135m"]
-    config = dataclasses.replace(published, layers=published.layers[:2], vocab_size=1000, tie_embeddings=tied)
-    with torch.device(device):
-        model = tbt.Decoder(config).requires_grad_(False)
-    state = model.new_state(batch, 32)
-    if context:
-        model(torch.zeros(batch, context, dtype=torch.long, device=device), state)
-    tokens = torch.zeros(batch, new, dtype=torch.long, device=device)
-    got = count(lambda: model(tokens, state, logits=logits), state=state)
-    want = tbt.pass_cost(config, batch, context, new, recipe="fp32", state_bytes_per_element=4, logits=logits)
-    assert (got.flops, got.weight_bytes, got.state_bytes) == (want.flops, want.weight_bytes, want.state_bytes)
-    if device == "meta":  # on a CPU torch's own counter misses attention
-        state = model.new_state(batch, 32)
-        tokens = torch.zeros(batch, context + new, dtype=torch.long, device=device)
-        assert count(lambda: model(tokens, state)).flops == torch_counts(lambda: model(tokens))
-
-
-def test_the_largest_model_is_counted_on_the_meta_device() -> None:
-    config = tbt.published["llama-3.1-405b"]
-    with torch.device("meta"):
-        model = tbt.Decoder(config).to(torch.bfloat16).requires_grad_(False)
-    tokens = torch.zeros(1, 128, dtype=torch.long, device="meta")
-    got, want = count(lambda: model(tokens, logits="last")), tbt.pass_cost(config, 1, 0, 128)
-    assert (got.flops, got.weight_bytes) == (want.flops, want.weight_bytes)
-    # 2 FLOPs a weight and token, where the head's weights meet one row only: an estimate of another hand.
-    estimate = 2 * 128 * (405_853_388_800 - 2 * 128256 * 16384)
-    assert got.flops == pytest.approx(estimate, rel=0.01)
 
 
 # --- Time --------------------------------------------------------------------------------------------
@@ -260,7 +41,7 @@ def test_every_function_is_called_as_often_as_said() -> None:
 
 def test_a_clock_we_control(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 9.0, 0.0])  # the load watcher looks first and last
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     timing = measure.timed(lambda: None, repeats=3, warmup=0, device="cpu")
     assert (timing.low, timing.median, timing.high, timing.n) == (1.5, 2.0, 5.5, 3)
     with pytest.raises(ValueError, match="repeats must be at least 1"):
@@ -268,12 +49,12 @@ def test_a_clock_we_control(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_busy_machine_is_called_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_cpu_seconds", lambda: 100.0 + measure.time.process_time())
+    monkeypatch.setattr(computer, "_cpu_seconds", lambda: 100.0 + time.process_time())
     assert measure.busy() is None
-    monkeypatch.setattr(measure, "_cpu_seconds", lambda: 1.5 * measure.time.perf_counter())
+    monkeypatch.setattr(computer, "_cpu_seconds", lambda: 1.5 * time.perf_counter())
     assert re.fullmatch(r"other processes use 1\.[45] of \d+ cores: .*", measure.busy() or "")
-    assert measure.timed(lambda: measure.time.sleep(0.05), repeats=3, warmup=0, device="cpu").busy
-    monkeypatch.setattr(measure, "_cpu_seconds", lambda: None)
+    assert measure.timed(lambda: time.sleep(0.05), repeats=3, warmup=0, device="cpu").busy
+    monkeypatch.setattr(computer, "_cpu_seconds", lambda: None)
     assert not measure.timed(lambda: None, device="cpu").busy
 
 
@@ -288,16 +69,16 @@ def test_another_process_is_seen() -> None:
 
 def test_our_own_work_is_not_others() -> None:
     def work() -> None:
-        end = measure.time.perf_counter() + 0.3
-        while measure.time.perf_counter() < end:
+        end = time.perf_counter() + 0.3
+        while time.perf_counter() < end:
             pass
 
-    before = measure._cpu_seconds()
+    before = computer._cpu_seconds()
     if before is None:
         pytest.skip("this system does not count processor time in /proc")
-    with measure._watching() as idle:
-        measure.time.sleep(0.3)
-    with measure._watching() as load:
+    with computer.watching() as idle:
+        time.sleep(0.3)
+    with computer.watching() as load:
         work()
     assert load.cores < idle.cores + 0.8  # one whole core, were our own counted
 
@@ -337,6 +118,9 @@ def test_prediction_takes_the_larger_of_reading_and_computing() -> None:
     small = machine().predict_pass(weight_bytes=1e6, flops=1e5, rows=1, operations=1000)
     assert small == pytest.approx(1e-5 + 1e-3)
     assert small.binds == "overhead"
+    # The rates are those of the bytes that compete for the cache, where these are not the pass's own.
+    part = machine().predict_pass(1e6, 1e5, 1, 0, working_set=1e9)
+    assert (part.memory, part.compute) == pytest.approx((1e6 / 10e9, 1e5 / 5e9))
     # On a GPU the launches run ahead of the work.
     assert machine("cuda").predict_pass(1e9, 1e8, 1, 1000) == pytest.approx(0.1)
     assert machine("cuda").predict_pass(1e6, 1e5, 1, 1000) == pytest.approx(1e-3)
@@ -371,22 +155,70 @@ def test_a_record_of_a_calibration_is_plain_numbers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_calibrate(dtype: torch.dtype) -> None:
-    shapes = {weight.shape for weight in tbt.Decoder(tbt.published["smollm2-135m"]).parameters() if weight.dim() == 2}
-    assert not shapes & {*map(torch.Size, measure._LAYER), torch.Size(measure._LARGE)}
-    calibration = measure.calibrate("cpu", dtype)
-    assert calibration.bandwidth.x[-1] > 100e6  # beyond most caches
-    assert all(0 < y < 1e13 for y in calibration.bandwidth.y)
-    assert all(curve.x[0] == 1 and curve.x[-1] == 256 for curve in calibration.rates.values())
-    assert 1e-8 < calibration.operation < 1e-2
+def test_calibrate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):  # only the shapes are wanted
+        model = tbt.Decoder(tbt.published["smollm2-135m"])
+    shapes = {weight.shape for weight in model.parameters() if weight.dim() == 2}
+    assert shapes
+    assert not shapes & {*map(torch.Size, calibration._LAYER), torch.Size(calibration._LARGE)}
+
+    def once(functions, *, repeats, warmup, device):  # what is asserted here holds of single runs, too
+        return measure.interleaved(functions, repeats=1, warmup=0, device=device)
+
+    monkeypatch.setattr(calibration, "interleaved", once)
+    here = measure.calibrate("cpu", dtype)
+    assert here.bandwidth.x[-1] > 100e6  # beyond most caches
+    assert all(0 < y < 1e13 for y in here.bandwidth.y)
+    assert all(curve.x[0] == 1 and curve.x[-1] == 256 for curve in here.rates.values())
+    assert 1e-8 < here.operation < 1e-2
 
 
 @pytest.mark.measure
 def test_calibrate_is_quick_and_its_curves_rise() -> None:
-    start = measure.time.perf_counter()
-    calibration = measure.calibrate("cpu")
-    assert calibration.busy or measure.time.perf_counter() - start < 4
-    assert calibration.busy or calibration.rate(64) > 2 * calibration.rate(1)
+    start = time.perf_counter()
+    here = measure.calibrate("cpu")
+    assert here.busy or time.perf_counter() - start < 4
+    assert here.busy or here.rate(64) > 2 * here.rate(1)
+
+
+def calibrate_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    calibrating.add_arguments(parser)
+    return calibrating.run(parser.parse_args(arguments))
+
+
+def test_the_command_prints_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[torch.dtype] = []
+
+    def calibrate(where: torch.device, dtype: torch.dtype, quick: bool) -> Calibration:
+        asked.append(dtype)
+        return replace(machine(), dtype=str(dtype).removeprefix("torch."), busy=dtype == torch.bfloat16)
+
+    monkeypatch.setattr(measure, "calibrate", calibrate)
+    monkeypatch.setattr(records, "_RECORDS", tmp_path)
+    monkeypatch.setenv("TBT_RECORD", "1")
+    assert calibrate_command() == 0
+    assert asked == [torch.float32, torch.bfloat16]
+    out = capsys.readouterr().out
+    assert "calibrated in float32 ⟨undisturbed⟩" in out
+    assert out.endswith("not recorded: other processes disturbed it\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration-cpu-1-threads-float32.json"]
+    entry = measure.reference("calibration-cpu-1-threads-float32")
+    assert entry["command"] == "TBT_RECORD=1 python -m tokenbytoken calibrate float32"
+    assert entry["payload"] == machine().as_dict()
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        calibrate_command("float32", "int8")
+    assert len(asked) == 2, "nothing is measured before all names are known"
+
+
+def test_the_command_is_known_without_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; from tokenbytoken.commands import calibrating as c; print(c.NAME)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "calibrate\n"
 
 
 # --- Show and record ---------------------------------------------------------------------------------
@@ -438,7 +270,7 @@ def test_two_runs_print_the_same_once_the_markers_are_blanked(capsys: pytest.Cap
 
 
 def test_a_record_is_written_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_RECORDS", tmp_path / "measurements")
+    monkeypatch.setattr(records, "_RECORDS", tmp_path / "measurements")
     monkeypatch.delenv("TBT_RECORD", raising=False)
     assert measure.record("speed", {"ms": 3.1}) is None
     with pytest.raises(ValueError, match="no reference run 'speed'"):
@@ -473,8 +305,8 @@ def test_committed_records_say_where_they_come_from() -> None:
 
 
 def test_records_are_found_beside_the_package_wherever_that_is(tmp_path: Path) -> None:
-    package = Path(measure.__file__).parent
-    shutil.copytree(package, tmp_path / "tokenbytoken", ignore=shutil.ignore_patterns("__pycache__"))
+    package = Path(tbt.__file__).parent
+    shutil.copytree(package, tmp_path / "tokenbytoken", ignore=shutil.ignore_patterns("__pycache__", "weights"))
     (tmp_path / "book" / "measurements").mkdir(parents=True)
     (tmp_path / "book" / "measurements" / "a.json").write_text('{"payload": {"x": 1}}')
     elsewhere = tmp_path / "elsewhere"

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenbytoken as tbt
-from tokenbytoken.checkpoints.checkpoint import Part, open_source
+from tokenbytoken.checkpoints import open_source
+from tokenbytoken.checkpoints.tensors import Part
 from tokenbytoken.layers import MoE, Router, feed_forward, route
 
 WIDTH = 64

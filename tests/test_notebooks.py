@@ -409,7 +409,7 @@ def test_execute_refuses_and_leaves_the_file_alone(source: str, words: str, tmp_
 
 
 def test_times_are_merged_into_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_RECORDS", tmp_path)
+    monkeypatch.setattr(measure.records, "_RECORDS", tmp_path)
     monkeypatch.setenv("TBT_RECORD", "0")
     execute.record({"01_a": 1.04, "02_b": 2.0})
     execute.record({"02_b": 3.0})

@@ -25,16 +25,17 @@ a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in
 exact = a.double() @ b.double()"""
 CELLS = {
     SETUP: "",
-    "print(f'{float((a @ b)[0, 0]):.8f}')": "digits",
+    "print(f'{float((a @ b)[0, 0]):.8f}')": "changed",
     "print(f'{float((a @ b)[0, 0]):.2f}', f'⟨{float((a @ b)[0, 0]):.8f}⟩')": "",
     "tbt.check.close(a @ b, exact, 1e-5, label='product')": "",
-    "tbt.check.close(a @ b, exact, 1e-6, label='product'); print('and the rest')": "assert",
+    "tbt.check.close(a @ b, exact, 1e-6, label='product'); print('and the rest')": "narrow",
     "assert ((a @ b) - exact).abs().max() < 1e-4; print('small')": "",
-    "assert ((a @ b) - exact).abs().max() < 2e-5; print('and the rest')": "assert",
-    "def strict():\n    assert ((a @ b) - exact).abs().max() < 2e-5\nstrict(); print('the end')": "digits",
+    "assert ((a @ b) - exact).abs().max() < 2e-5; print('and the rest')": "narrow",
+    "def strict():\n    assert ((a @ b) - exact).abs().max() < 2e-5\nstrict(); print('the end')": "narrow",
+    "print(*('odd' if bits % 2 else 'even' for bits in (a @ b).view(torch.int32)[0, :16].tolist()))": "changed",
     "try:\n    assert float((a @ b)[0, 0]) > 1e9\nexcept AssertionError:\n    print('caught')": "",
     "print(f'{float(exact[0, 0]):.12f}', (a @ b).argmax().item())": "",
-    "with torch.inference_mode():\n    print(f'{float(torch.nn.functional.linear(a, b).sum()):.6f}')": "digits",
+    "with torch.inference_mode():\n    print(f'{float(torch.nn.functional.linear(a, b).sum()):.6f}')": "changed",
     "print(torch.randn(1, generator=torch.Generator().manual_seed(7)), torch.manual_seed(3) and torch.rand(2))": "",
 }
 
@@ -45,17 +46,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[perturbed.Found, by
     nbformat.write(new_notebook(cells=[new_code_cell(source) for source in CELLS]), path)
     execute.execute(path)
     before = path.read_bytes()
-    return perturbed.rerun(path, seed=1), before, path.read_bytes()
+    return perturbed.examine(path, seed=1), before, path.read_bytes()
 
 
-def numbers(lines: list[str]) -> list[int]:
-    return [int(line.split("code cell ")[1].split(",")[0]) for line in lines]
-
-
-@pytest.mark.parametrize("kind", ["digits", "assert"])
+@pytest.mark.parametrize("kind", ["changed", "narrow", "asserts"])
 def test_finds_each_and_no_other(kind: str, found: tuple[perturbed.Found, bytes, bytes]) -> None:
-    lines = found[0].digits if kind == "digits" else found[0].asserts
-    assert numbers(lines) == [number for number, says in enumerate(CELLS.values(), start=1) if says == kind], lines
+    """Digits and words that another kernel turns; checks that only this noise turns; no assert fails for a kernel."""
+    cells = getattr(found[0], kind)
+    assert sorted(cells) == [number for number, says in enumerate(CELLS.values(), start=1) if says == kind], cells
 
 
 def test_reads_the_notebook_only(found: tuple[perturbed.Found, bytes, bytes]) -> None:
@@ -110,6 +108,7 @@ def test_every_kind_of_kernel_is_perturbed_a_little(name: str, inference: bool) 
         lambda x: (x * x + x - x / 3).sqrt(),
         lambda x: x.abs().amax(-1).clamp(max=1),
         lambda x: x[x > 0].sort().values,
+        lambda x: torch.zeros(4, 32) @ x,
         lambda x: torch.cat((x, x)).to(torch.bfloat16),
         lambda x: torch.full((2, 2), -torch.inf).softmax(-1) + x.new_full((2, 2), torch.inf).sum(-1),
     ],
@@ -135,10 +134,11 @@ def test_low_precision_is_rounded_after_the_noise() -> None:
 
 
 def test_noise_is_relative_to_the_terms_not_to_the_result() -> None:
-    a = torch.cat((torch.ones(1, 50), -torch.ones(1, 50)), dim=1)
+    a = torch.cat((torch.ones(1, 50), torch.full((1, 50), -0.999)), dim=1)  # the sum is 0.05
     with perturbed.Perturbed(1):
         cancelled = a @ torch.ones(100, 8)
-    assert 0 < cancelled.abs().max() <= perturbed.SCALE * 100
+    noise = (cancelled - a.sum()).abs().max()
+    assert 10 * perturbed.SCALE < noise <= 110 * perturbed.SCALE
 
 
 def test_the_count_of_a_pass_is_undisturbed() -> None:

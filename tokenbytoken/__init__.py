@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from . import models as models
     from . import page as page
     from . import run as run
-    from .checkpoints.checkpoint import load as load
-    from .checkpoints.checkpoint import load_tokenizer as load_tokenizer
-    from .checkpoints.number_formats import to_fp8 as to_fp8
-    from .checkpoints.quantized_cache import quantize_cache as quantize_cache
-    from .checkpoints.quantized_layers import QuantizedExperts as QuantizedExperts
-    from .checkpoints.quantized_layers import QuantizedLinear as QuantizedLinear
-    from .checkpoints.quantized_layers import quantize_as as quantize_as
-    from .checkpoints.quantized_layers import quantize_model as quantize_model
-    from .checkpoints.quantized_layers import stored_bytes as stored_bytes
+    from ._table import table as table
+    from .checkpoints import QuantizedExperts as QuantizedExperts
+    from .checkpoints import QuantizedLinear as QuantizedLinear
+    from .checkpoints import load as load
+    from .checkpoints import load_tokenizer as load_tokenizer
+    from .checkpoints import quantize_as as quantize_as
+    from .checkpoints import quantize_cache as quantize_cache
+    from .checkpoints import quantize_model as quantize_model
+    from .checkpoints import save as save
+    from .checkpoints import stored_bytes as stored_bytes
+    from .checkpoints import to_fp8 as to_fp8
     from .config import AttentionConfig as AttentionConfig
     from .config import DecoderConfig as DecoderConfig
     from .config import LatentAttentionConfig as LatentAttentionConfig
@@ -89,15 +91,14 @@ _NAMES = {
         "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes", "Accelerator",
         "Prediction", "accelerators", "predict", "ledger",
     ),
+    "_table": ("table",),
     "decoder": ("Decoder", "DecoderState"),
     "run": (
         "DraftModel", "PromptLookup", "Speculation", "first_layers", "generate", "sample", "speculate", "stream",
     ),
-    "checkpoints.checkpoint": ("load", "load_tokenizer"),
-    "checkpoints.number_formats": ("to_fp8",),
-    "checkpoints.quantized_cache": ("quantize_cache",),
-    "checkpoints.quantized_layers": (
-        "QuantizedExperts", "QuantizedLinear", "quantize_as", "quantize_model", "stored_bytes",
+    "checkpoints": (
+        "QuantizedExperts", "QuantizedLinear", "load", "load_tokenizer", "quantize_as", "quantize_cache",
+        "quantize_model", "save", "stored_bytes", "to_fp8",
     ),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -28,7 +28,8 @@ T = TypeVar("T")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "**": operator.pow, "<": operator.lt, "<=": operator.le, "ceil": math.ceil,
-    "floor": math.floor, "round": round, "min": min, "max": max, "where": lambda condition, yes, no: yes if condition else no,
+    "floor": math.floor, "round": round, "min": min, "max": max,
+    "where": lambda condition, yes, no: yes if condition else no,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from .config import AttentionConfig, DecoderConfig, Weight
 
@@ -73,10 +73,23 @@ class Provenance:
         return self.fields.get(name, self.default)
 
 
+class Published(dict[str, Any]):
+    """Models by name, each a :class:`~tokenbytoken.config.DecoderConfig`; three are an :class:`AttentionShape` only."""
+
+    @overload
+    def __getitem__(  # type: ignore[overload-overlap]
+        self, name: Literal["gpt-3", "falcon-7b", "falcon-40b"]
+    ) -> AttentionShape: ...
+    @overload
+    def __getitem__(self, name: str) -> DecoderConfig: ...
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)
+
+
 #: The models by name.
 #:
 #: :meta hide-value:
-published: dict[str, DecoderConfig | AttentionShape] = {}
+published = Published()
 
 #: Their sources, by the same names.
 #:

@@ -72,7 +72,7 @@ def _scaled_product(x: QuantizedTensor, w: QuantizedTensor, dtype: torch.dtype) 
     return y.to(dtype)
 
 
-class _OneByte(nn.Module):
+class OneByteLayer(nn.Module):
     """What layers with one-byte weights have in common: how inputs are quantised, how products are done.
 
     Buffers whose names end in ``values`` and ``scales`` stay as they are when the module is cast.
@@ -147,7 +147,7 @@ def _quantize_weight(weight: Tensor, format: str, granularity: Granularity, bloc
     return quantize(weight, format, granularity, block, stacked=weight.dim() == 3)
 
 
-class QuantizedLinear(_OneByte):
+class QuantizedLinear(OneByteLayer):
     """x (…, in) → (…, out) with a weight stored in one byte a number.
 
     ``values`` and ``scales`` are buffers; casting the module leaves both as they are. ``activations`` is how the
@@ -206,7 +206,7 @@ class QuantizedLinear(_OneByte):
         return f"{self.in_features} → {self.out_features}, {self.format}, {scales} scales, inputs {inputs}"
 
 
-class QuantizedExperts(_OneByte):
+class QuantizedExperts(OneByteLayer):
     """:class:`~tokenbytoken.layers.feed_forward.Experts` in one byte a number: a call expands one expert.
 
     ``gate_proj_values`` (E, F, M) and ``gate_proj_scales`` (E, row blocks, column blocks) are buffers, and so are those
@@ -279,7 +279,7 @@ def quantize_model(
     known("format", format, DTYPES)
     known("granularity", granularity, GRANULARITIES)
     known("include", include, ("all", "ffn", "all-ffn"))
-    if any(isinstance(module, _OneByte) for module in model.modules()):
+    if any(isinstance(module, OneByteLayer) for module in model.modules()):
         raise ValueError("the model holds quantised layers already")
     new = shared_copy(model).requires_grad_(False)
     last = len(new.layers) - 1
@@ -293,7 +293,7 @@ def quantize_model(
                 continue
             owner, _, leaf = name.rpartition(".")
             try:
-                quantised: _OneByte
+                quantised: OneByteLayer
                 if isinstance(module, Experts):
                     quantised = QuantizedExperts.from_experts(module, format, granularity, block, **options)
                 else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..checkpoints.checkpoint import Tokenizer
+    from ..checkpoints import Tokenizer
     from ..decoder import Decoder, DecoderState
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     dtype = getattr(torch, arguments.dtype)
     if not arguments.tensor_parallel:
-        from ..checkpoints.checkpoint import load
+        from ..checkpoints import load
 
         _write(arguments, _prepared(arguments, lambda: load(arguments.source, dtype, arguments.device)))
         return 0
@@ -70,7 +70,7 @@ class _Text(NamedTuple):
 
 def _prepared(arguments: argparse.Namespace, load_model: Callable[[], Decoder]) -> _Text:
     """Everything but the computing. Raises ValueError for bad input."""
-    from ..checkpoints.checkpoint import load_tokenizer
+    from ..checkpoints import load_tokenizer
     from ..run import stream
 
     prompt = arguments.prompt

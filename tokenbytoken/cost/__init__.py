@@ -18,7 +18,7 @@ from .passes import (
     prefill_crossing,
 )
 from .placement import CacheLayout, Placement, communication_seconds, footprint_per_gpu, state_share
-from .prediction import Prediction, predict
+from .prediction import PassTime, Prediction, predict, roofline
 from .recipes import Recipe, recipes
 from .rows import Ledger, Row, book, ledger, row
 from .state import RecurrentState, recurrent_state, state_bytes, state_bytes_per_token
@@ -31,6 +31,7 @@ __all__ = [
     "Link",
     "ParameterCount",
     "PassCost",
+    "PassTime",
     "Placement",
     "Prediction",
     "Recipe",
@@ -58,6 +59,7 @@ __all__ = [
     "prefill_crossing",
     "recipes",
     "recurrent_state",
+    "roofline",
     "row",
     "state_bytes",
     "state_bytes_per_token",

@@ -13,7 +13,7 @@ from .._numbers import positive
 
 __all__ = ["Accelerator", "Link", "accelerators", "crossover_batch", "find_accelerator", "links"]
 
-Rate = float | Callable[[int], float]
+Rate = float | Callable[[float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Accelerator:
     measured: bool = False
     source: str = ""
 
-    def bandwidth_at(self, working_set: int) -> float:
+    def bandwidth_at(self, working_set: float) -> float:
         """Bytes per second when a pass moves ``working_set`` bytes."""
         return self.bandwidth(working_set) if callable(self.bandwidth) else self.bandwidth
 
@@ -68,7 +68,7 @@ class Accelerator:
             return next(iter(self.flops))
         raise ValueError(f"{self.name} has no rate for {dtype}: one of {', '.join(self.flops)}")
 
-    def flops_at(self, dtype: str, rows: int) -> float:
+    def flops_at(self, dtype: str, rows: float) -> float:
         """FLOPs per second of a product of ``dtype`` in which ``rows`` rows meet each weight."""
         rate = self.flops[self.compute_dtype(dtype)]
         return rate(rows) if callable(rate) else rate

@@ -11,6 +11,7 @@ what neither hides: the start of each operation, and the messages between GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,37 +22,92 @@ from .passes import PassCost, pass_cost
 from .placement import CacheLayout, Placement, footprint_on, message_seconds
 from .recipes import recipe_named
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["PassTime", "Prediction", "predict", "roofline"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The time of one pass, term by term, and whether weights and state fit.
+class PassTime:
+    """The seconds of one pass, term by term.
+
+    ``memory_seconds`` and ``compute_seconds``: to move bytes and to multiply, each of which hides the other.
+    ``state_seconds``: to read a state that no product hides; 0 where the state counts with the bytes moved.
+    ``overhead_seconds``: to start the operations; ``overlapped``: that runs ahead of all the work before, as on a
+    GPU, and counts only where it is the longer. ``communication_seconds``: for messages.
+    """
+
+    memory_seconds: float
+    compute_seconds: float
+    state_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    overlapped: bool = False
+
+    @property
+    def seconds(self) -> float:
+        work = maximum(self.memory_seconds, self.compute_seconds) + self.state_seconds
+        started = maximum(work, self.overhead_seconds) if self.overlapped else work + self.overhead_seconds
+        return started + self.communication_seconds
+
+    @property
+    def binds(self) -> str:
+        """The largest term: "memory" (a state included), "compute", "overhead" or "communication"."""
+        terms = {
+            "memory": self.memory_seconds + self.state_seconds,
+            "compute": self.compute_seconds,
+            "overhead": self.overhead_seconds,
+            "communication": self.communication_seconds,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+def roofline(
+    accelerator: Accelerator | str,
+    moved: Number,
+    flops: Mapping[str, Number],
+    rows: Number,
+    *,
+    state: Number = 0,
+    working_set: Number | None = None,
+    operations: Number = 0,
+    messages: Number = 0.0,
+    efficiency: float = 1.0,
+    overlapped: bool = False,
+) -> PassTime:
+    """Seconds of a pass by its bytes and FLOPs: each divided by the rate at which one accelerator takes them.
+
+    ``moved``: bytes through its memory; ``state``: further bytes, read while nothing is multiplied.
+    ``flops``: FLOPs by dtype ("fp8", "bf16", …), in products in which ``rows`` rows meet each weight.
+    ``working_set``: bytes among which the pass finds its own, where these are not all of them.
+    ``operations``: small operations to start, ``messages``: seconds of messages, ``efficiency``: the share of both
+    rates that is reached, ``overlapped``: as in :class:`PassTime`.
+    Raises ValueError for an accelerator that is not known or has no rate for a dtype.
+    """
+    gpu = find_accelerator(accelerator)
+    bandwidth = efficiency * gpu.bandwidth_at(round(moved + state if working_set is None else working_set))
+    multiplying = sum(number / gpu.flops_at(dtype, rows) for dtype, number in flops.items())
+    return PassTime(
+        memory_seconds=moved / bandwidth,
+        compute_seconds=multiplying / efficiency,
+        state_seconds=state / bandwidth,
+        overhead_seconds=operations * gpu.operation_seconds,
+        communication_seconds=messages,
+        overlapped=overlapped,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(PassTime):
+    """The time of one pass, and whether weights and state fit.
 
     ``bytes_needed`` and ``bytes_available`` are those of all GPUs together: weights and state of the
     fullest GPU, times their number. Activations are left out of both.
     """
 
-    memory_seconds: float
-    compute_seconds: float
-    overhead_seconds: float
-    communication_seconds: float
     bytes_needed: int
     bytes_available: int
     cost: PassCost = field(repr=False)
     tokens: int
     dtype: str
-
-    @property
-    def seconds(self) -> float:
-        slower = maximum(self.memory_seconds, self.compute_seconds)
-        return slower + self.overhead_seconds + self.communication_seconds
-
-    @property
-    def binds(self) -> str:
-        """The largest term: "memory", "compute", "overhead" or "communication"."""
-        names = ("memory", "compute", "overhead", "communication")
-        return max(names, key=lambda name: getattr(self, f"{name}_seconds"))
 
     @property
     def fits(self) -> bool:
@@ -123,25 +179,21 @@ def predict(
     # A pass visits the stages in turn. A recurrent state is read and written, a cached token moved once.
     state = stages * batch_size * (seen * size.per_token + 2 * size.per_sequence)
     moved = cost.weight_bytes / t + state
-    memory = moved / (efficiency * gpu.bandwidth_at(round(moved)))
-
     dtype = gpu.compute_dtype("fp32" if recipe == "fp32" else "bf16")
     in_fp8 = recipe_named(recipe).fp8_products
-    fast = cost.flops_fp8 / gpu.flops_at("fp8", tokens) if in_fp8 else 0.0
-    compute = (fast + (cost.flops - cost.flops_fp8) / gpu.flops_at(dtype, tokens)) / (t * efficiency)
-
+    flops = {"fp8": cost.flops_fp8 / t} if in_fp8 else {}
+    flops[dtype] = (cost.flops - cost.flops_fp8) / t
+    messages = message_seconds(
+        config,
+        gpu,
+        placement,
+        rows=tokens,
+        logit_rows={"all": tokens, "last": batch_size, "none": 0}[logits],
+        bytes_per_element=2,
+    )
+    time = roofline(gpu, moved, flops, tokens, operations=operations, messages=messages, efficiency=efficiency)
     return Prediction(
-        memory_seconds=memory,
-        compute_seconds=compute,
-        overhead_seconds=operations * gpu.operation_seconds,
-        communication_seconds=message_seconds(
-            config,
-            gpu,
-            placement,
-            rows=tokens,
-            logit_rows={"all": tokens, "last": batch_size, "none": 0}[logits],
-            bytes_per_element=2,
-        ),
+        **vars(time),
         bytes_needed=round(t * stages * size.bytes(batch_size, seen)),
         bytes_available=round(gpu.memory_bytes * usable * t * stages),
         cost=cost,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._numbers import positive, whole
+from .._table import Table, table
 from ..config import DecoderConfig, MixerConfig
 from ..models import AttentionShape, published
 from .fits import Footprint
@@ -155,27 +156,30 @@ def _three_digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-_COLUMNS = ("", "node", "memory", "weights", "a reader", "readers", "first token", "a token")
+_COLUMNS = {"": "", "node": ""} | dict.fromkeys(
+    ("memory", "weights", "a reader", "readers", "first token", "a token"), ">"
+)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Rows, printed as aligned plain text."""
+    """Rows, as a table: HTML where a notebook shows it, aligned text where it is printed."""
 
     rows: tuple[Row, ...]
 
-    def __str__(self) -> str:
-        cells = [list(_COLUMNS), *(row.cells() for row in self.rows)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
-        lines = [
-            "   ".join(f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(line)) for line in cells
-        ]
+    def _table(self) -> Table:
         contexts = sorted({row.context for row in self.rows})
         title = " or ".join(f"{context:,}" for context in contexts) + " tokens in; state and times of one reader; "
         title += "times: roofline plus messages between GPUs"
-        return "\n".join([title, *(line.rstrip() for line in lines)])
+        return table([row.cells() for row in self.rows], _COLUMNS, caption=title)
+
+    def __str__(self) -> str:
+        return str(self._table())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(self.rows + other.rows)

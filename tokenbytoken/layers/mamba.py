@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..config import MambaConfig
 from .norm import RMSNorm
+from .operations import product
 
 if TYPE_CHECKING:
     from ..decoder import Pass
@@ -29,29 +30,6 @@ Scan = Literal["auto", "loop", "chunked", "associative"]
 # Numbers of all states (batch × tokens × I × N) that exist at one time. The loop wants to find a block in the
 # processor's cache (2 MiB in float32); the parallel forms want as many tokens at once as memory allows (256 MiB).
 LOOP_BLOCK, PARALLEL_BLOCK = 2**19, 2**26
-
-
-# --- a product that counts ----------------------------------------------------------------------------
-#
-# a * b, as an operation of its own: `measure.count` takes element-wise work for free, and the products of a scan are
-# its arithmetic. (Its multiply-adds are `addcmul`, its sums matrix products, which `count` knows by themselves.)
-
-_library = torch.library.Library("tokenbytoken", "FRAGMENT")
-_library.define("product(Tensor a, Tensor b) -> Tensor")
-_library.impl("product", lambda a, b: a * b, "CompositeExplicitAutograd")
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = ctx.saved_tensors
-    return (grad * b).sum_to_size(a.shape), (grad * a).sum_to_size(b.shape)
-
-
-torch.library.register_autograd("tokenbytoken::product", _backward, setup_context=_keep, lib=_library)
-product = torch.ops.tokenbytoken.product
 
 
 # --- the scan -----------------------------------------------------------------------------------------

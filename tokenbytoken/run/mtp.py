@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from .._numbers import whole
-from ..checkpoints.checkpoint import Stored, _fill, _open_directory, find, usable_device
+from ..checkpoints.huggingface import open_directory
+from ..checkpoints.sources import find
+from ..checkpoints.tensors import Stored, fill, usable_device
 from ..config import DecoderConfig
 from ..decoder import Decoder, DecoderState, Layer, Pass, _SkipMetaInit
 from ..layers.norm import RMSNorm
@@ -133,15 +135,15 @@ def load_mtp(source: str | Path, dtype: torch.dtype = torch.float32, device: str
     """The module with the weights that a Hugging Face directory stores behind its last layer, ready to run.
 
     Its copies of embedding and head are left out: they are the model's. Raises ValueError as
-    :func:`~tokenbytoken.checkpoints.checkpoint.load` does, and for a model without such a module.
+    :func:`~tokenbytoken.checkpoints.sources.load` does, and for a model without such a module.
     """
     path = find(source)
     if not path.is_dir():
         raise ValueError(f"{path.name} is not a directory: only such checkpoints hold a multi-token-prediction module")
-    config, tensors = _open_directory(path, mtp=True)
+    config, tensors = open_directory(path, mtp=True)
     with torch.device("meta"):
         module = MTP(config)
-    return _fill(module, _own_names(tensors), dtype, usable_device(device)).eval()
+    return fill(module, _own_names(tensors), dtype, usable_device(device)).eval()
 
 
 def _own_names(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:

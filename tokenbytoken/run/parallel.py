@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..checkpoints.checkpoint import Part, Stored, _fill, open_source, usable_device
+from ..checkpoints.sources import open_source
+from ..checkpoints.tensors import Part, Stored, fill, usable_device
 from ..config import AttentionConfig, DecoderConfig, LayerConfig, SwiGLUConfig
 from ..decoder import Decoder
 
@@ -330,7 +331,7 @@ def _build(
             tensor, mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
         )
 
-    model = _fill(model, tensors, dtype, device, own.parts, wrap, whole).eval()
+    model = fill(model, tensors, dtype, device, own.parts, wrap, whole).eval()
     model.agree = _Agreement(group)
     return model
 

@@ -1,0 +1,80 @@
+"""Reference runs: measured numbers kept as JSON beside the book, with where, when and how they were made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._paths import BOOK
+from .computer import busy, cpu_model, driver
+
+__all__ = ["record", "reference"]
+
+
+_RECORDS = BOOK / "measurements"
+
+
+def record(name: str, payload: Mapping[str, Any], *, command: str | None = None) -> Path | None:
+    """Keep a reference run as ``book/measurements/<name>.json``, with where, when and how it was made.
+
+    Writes only when the environment has ``TBT_RECORD=1``, and returns the path; otherwise does nothing and
+    returns None, so that a chapter may call it on every machine. ``payload`` is JSON of plain numbers.
+    """
+    path = _record_path(name)
+    if os.environ.get("TBT_RECORD") != "1":
+        return None
+    gpu = torch.cuda.is_available()
+    entry = {
+        "name": name,
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
+        "driver": driver() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "busy": busy(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": command or _command(),
+        "payload": payload,
+    }
+    text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)  # fails before the old file is gone
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def reference(name: str) -> dict[str, Any]:
+    """A committed reference run: ``payload``, and ``device``, ``cpu``, ``torch``, ``date``, ``command`` …
+
+    Raises ValueError, naming those that exist, when there is none of this name.
+    """
+    path = _record_path(name)
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in _RECORDS.glob("*.json"))) or "none"
+        raise ValueError(f"there is no reference run {name!r} (there are: {known})")
+    entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return entry
+
+
+def _record_path(name: str) -> Path:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise ValueError(f"a record's name has small letters, digits, '.', '_' and '-', not {name!r}")
+    return _RECORDS / f"{name}.json"
+
+
+def _command() -> str:
+    """The command line, without the folders of the machine it ran on."""
+    if os.path.basename(sys.argv[0]) == "ipykernel_launcher.py":
+        return f"TBT_RECORD=1 make execute NB={os.environ.get('TBT_NOTEBOOK', 'book/…')}"
+    return shlex.join(["python", *(os.path.basename(a) if os.path.isabs(a) else a for a in sys.argv)])
