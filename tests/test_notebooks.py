@@ -219,6 +219,7 @@ BAD: list[tuple[str, str, Change]] = [
     ("starts_like_a_chapter", "tagged 'setup'", set_metadata("import tokenbytoken", tags=[])),
     ("has_the_four_beats", "no predict box", edit("{predict}", "{note}")),
     ("has_the_four_beats", "without a folded reply", add_text(":::{predict}\nHow many?\n:::")),
+    ("has_the_four_beats", "must be predict-04-1, not", edit("predict-04-1", "predict-05-1")),
     ("has_the_four_beats", "on a wrong variant", edit("assert not", "assert ")),
     ("has_the_four_beats", "no takeaway", edit("{takeaway}", "{note}")),
     ("has_the_four_beats", "no row of the ledger", without("tbt.ledger")),

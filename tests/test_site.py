@@ -571,7 +571,12 @@ def small_book(folder: Path, extra: dict[str, str]) -> subprocess.CompletedProce
         "print(6 * 7)", execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42\n")]
     )
     files = {
-        "book/index.md": "# Small\n\n:::::{predict}\nWhat is 6 · 7?\n\n::::{reply} 13\nThat is the sum.\n::::\n:::::\n",
+        "book/index.md": (
+            "# Small\n\n:::::{predict}\n:key: predict-01-1\n:answer: choice\n\nWhat is 6 · 7?\n\n"
+            "::::{reply} 13\nThat is the sum.\n::::\n:::::\n\n"
+            ":::::{predict}\n:key: predict-01-2\n:answer: number\n:unit: ms\n\nHow long?\n\n"
+            "::::{reply} 4.5 ms\nIt is.\n::::\n:::::\n"
+        ),
         "book/references.bib": "@book{knuth, title={The Art}, author={Knuth, Donald}, publisher={A}, year={1968}}\n",
         "book/good.ipynb": notebook(
             nbformat.v4.new_markdown_cell("# Good\n\n{cite:t}`knuth`\n\n```{bibliography}\n```"), good
@@ -594,6 +599,33 @@ def test_sound_book_is_built(tmp_path: Path) -> None:
     assert sound.returncode == 0, sound.stderr
     page = (tmp_path / "a sound book" / "_build" / "html" / "book" / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<details class=\"reply[^>]*>\s*<summary>13</summary>", page)
+    boxes = re.findall(r"<div ([^>]*class=\"[^\"]*predict[^>]*)>", page)
+    assert len(boxes) == 2
+    assert 'data-key="predict-01-1"' in boxes[0]
+    assert 'data-kind="choice"' in boxes[0]
+    assert "data-unit" not in boxes[0]
+    assert 'data-kind="number"' in boxes[1]
+    assert 'data-unit="ms"' in boxes[1]
+    assert page.count('class="admonition-title"') == 2
+    for name in ("data-", ":key:"):
+        assert name not in re.sub("<[^>]*>", "", page)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (":answer: choice", "needs :key:"),
+        (":key: predict-01-1", "needs :answer:"),
+        (":key: predict-01-1\n:answer: number", ":unit: belongs to"),
+        (":key: predict-01-1\n:answer: choice\n:unit: ms", ":unit: belongs to"),
+        (":key: predict-01-1\n:answer: maybe", "maybe"),
+    ],
+)
+def test_build_refuses_predict_box(tmp_path: Path, options: str, complaint: str) -> None:
+    box = f"# Page\n\n:::::{{predict}}\n{options}\n\nHow long?\n\n::::{{reply}} 4\nNo.\n::::\n:::::\n"
+    run = small_book(tmp_path, {"book/page.md": box})
+    assert run.returncode != 0
+    assert complaint in run.stdout + run.stderr
 
 
 ERROR = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
