@@ -229,7 +229,8 @@ CALL = re.compile(r'tbt\.check\.answer\(\s*"(ex-[^"]*)"')
 
 
 def chapters() -> dict[str, str]:
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted((authors.ROOT / "book").glob("[0-9]*.ipynb"))}
+    paths = sorted((authors.ROOT / "book").glob("[0-9]*.ipynb"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 def test_the_published_digests_are_those_of_the_authors_list() -> None:

@@ -9,8 +9,10 @@
     ::::
     :::::
 
-A prediction is one of its replies (``choice``), or a ``number`` with a ``:unit:``. The page carries key, kind and unit as
-data attributes, for scripts; without any, a reader sees the question and its folded replies. Notes are docutils' own, exercises and solutions are sphinx-exercise's; together they are the five kinds of
+A prediction is one of its replies (``choice``), or a ``number`` with a ``:unit:``. The page carries key, kind and unit
+as data attributes, for scripts; without any, a reader sees the question and its folded replies.
+
+Notes are docutils' own, exercises and solutions are sphinx-exercise's; together they are the five kinds of
 box that the book has. A reply is a `<details>` element: it opens without JavaScript and by keyboard.
 """
 
@@ -125,7 +127,7 @@ class PlainTitles(SphinxPostTransform):
 
 
 def visit_predict(self: HTML5Translator, node: predict) -> None:
-    told = {f"data-{name}": node[key] for name, key in (("key", "key"), ("kind", "kind"), ("unit", "unit")) if key in node}
+    told = {f"data-{name}": node[name] for name in ("key", "kind", "unit") if name in node}
     self.body.append(self.starttag(node, "div", CLASS="admonition", **told))
 
 

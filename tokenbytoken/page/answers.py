@@ -49,7 +49,7 @@ def question(key: str) -> Question:
     try:
         entry = _entries()[key]
     except (KeyError, TypeError):  # a number, or a list, where the key should stand
-        raise ValueError(f"no exercise of the book has the key {key!r}: book/{FILE} lists those that there are") from None
+        raise ValueError(f"no exercise of the book has the key {key!r}: they stand in book/{FILE}") from None
     return Question(key, entry["right"], entry.get("slips", {}), entry.get("grid"))
 
 
