@@ -2,11 +2,11 @@
 
     python book/_tools/answers.py
 
-``tests/answers.json`` is the authors' list, one entry a question: its ``answer``; the ``slips`` that are foreseen, each
 ``tests/answers.json`` is the authors' list, one entry a question: its ``answer``; the ``slips`` that are foreseen,
 each a value and the reply to it; a ``tolerance`` where it is not 0.5 % of a fraction; and ``from``, the chapter's
 expression, where the answer hangs on a recorded run and has to be looked at again after another recording.
 A chapter calls ``tbt.check.answer("ex-04-1a", value)``; neither page nor notebook nor Colab edition holds an answer.
+"""
 
 from __future__ import annotations
 
