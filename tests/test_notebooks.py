@@ -415,6 +415,6 @@ def test_times_are_merged_into_the_record(tmp_path: Path, monkeypatch: pytest.Mo
     execute.record({"01_a": 1.04, "02_b": 2.0})
     execute.record({"02_b": 3.0})
     assert measure.reference("run_times")["payload"] == {"seconds": {"01_a": 1.0, "02_b": 3.0}}
-    monkeypatch.setattr(measure, "_cpu_model", lambda: "another processor")
+    monkeypatch.setattr(measure.records, "cpu_model", lambda: "another processor")
     execute.record({"02_b": 4.0})
     assert measure.reference("run_times")["payload"] == {"seconds": {"02_b": 4.0}}
