@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = ["Expression", "Number", "Symbol", "is_symbolic", "maximum", "minimum", "where"]
 
 #: What a closed form takes and gives. (An expression takes part in arithmetic as any number does.)
 Number = Any
-T = TypeVar("T")
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
@@ -173,9 +172,9 @@ def is_symbolic(*values: Any) -> bool:
     return any(isinstance(value, Expression) for value in values)
 
 
-def where(condition: Any, yes: T, no: T) -> T:
+def where(condition: Any, yes: Any, no: Any) -> Any:
     """``yes`` if the condition holds, else ``no``; both are computed."""
-    return Expression("where", condition, yes, no) if is_symbolic(condition) else yes if condition else no  # type: ignore[return-value]
+    return Expression("where", condition, yes, no) if is_symbolic(condition) else yes if condition else no
 
 
 def minimum(a: Any, b: Any) -> Any:

@@ -72,7 +72,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of ``source``, which is named as for :func:`~tokenbytoken.checkpoints.load`.
+    """The tokenizer of ``source``, which is named as for :func:`~tokenbytoken.checkpoints.sources.load`.
 
     It comes from a directory's tokenizer.json, or from a GGUF file's own tables.
     """

@@ -1,7 +1,7 @@
 """Recipes: how the weights of a model are stored, and which products run in FP8.
 
 One table serves both sides: :func:`tokenbytoken.cost.weight_bytes` counts by it, and
-:func:`tokenbytoken.checkpoints.quantize_as` stores real weights by it.
+:func:`tokenbytoken.checkpoints.quantized_layers.quantize_as` stores real weights by it.
 """
 
 from __future__ import annotations

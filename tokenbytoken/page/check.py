@@ -64,7 +64,7 @@ def answer(key: str, value: Any, unit: str = "") -> None:
     ``None`` or ``...`` is an answer not given yet: of it only the number of the exercise is printed. Whole numbers
     and texts must match exactly, whatever the type of the number; a fraction within 0.5 % or the question's own
     tolerance, and never by more than twice that. What is expected stands in ``book/data/answers.json``, and not to be
-    read (:mod:`tokenbytoken.page.answers`). Raises ValueError for a key that the book does not have.
+    read (``tokenbytoken.page.answers``). Raises ValueError for a key that the book does not have.
     """
     asked = question(key)
     if value is None or isinstance(value, EllipsisType):
