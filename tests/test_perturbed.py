@@ -29,7 +29,7 @@ CELLS = {
     "print(f'{float((a @ b)[0, 0]):.2f}', f'⟨{float((a @ b)[0, 0]):.8f}⟩')": "",
     "tbt.check.close(a @ b, exact, 1e-5, label='product')": "",
     "tbt.check.close(a @ b, exact, 1e-6, label='product'); print('and the rest')": "narrow",
-    "assert ((a @ b) - exact).abs().max() < 1e-4; print('small')": "",
+    "assert ((a @ b) - exact).abs().max() < 1e-2; print('small')": "",
     "assert ((a @ b) - exact).abs().max() < 2e-5; print('and the rest')": "narrow",
     "def strict():\n    assert ((a @ b) - exact).abs().max() < 2e-5\nstrict(); print('the end')": "narrow",
     "print(*('odd' if bits % 2 else 'even' for bits in (a @ b).view(torch.int32)[0, :16].tolist()))": "changed",
@@ -109,6 +109,7 @@ def test_every_kind_of_kernel_is_perturbed_a_little(name: str, inference: bool) 
         lambda x: x.abs().amax(-1).clamp(max=1),
         lambda x: x[x > 0].sort().values,
         lambda x: torch.zeros(4, 32) @ x,
+        lambda x: x.mul(9).round() @ x.mul(9).round().T,
         lambda x: torch.cat((x, x)).to(torch.bfloat16),
         lambda x: torch.full((2, 2), -torch.inf).softmax(-1) + x.new_full((2, 2), torch.inf).sum(-1),
     ],
@@ -118,6 +119,18 @@ def test_what_every_kernel_gives_stays(operation: Callable[[Tensor], Tensor]) ->
     with perturbed.Perturbed(1):
         got = operation(x)
     assert torch.equal(got.nan_to_num(), operation(x).nan_to_num())
+
+
+def test_equal_numbers_stay_equal_and_powers_of_two_change_nothing() -> None:
+    x = randn(32, 32)
+    with perturbed.Perturbed(1):
+        twice = torch.cat((x, x))
+        for result in (twice.exp(), twice.softmax(-1), torch.addcmul(twice, twice, twice), twice.mean(-1)):
+            assert torch.equal(*result.chunk(2))
+        assert torch.equal((2 * x) @ (x / 8), (x @ x) / 4)
+        assert torch.equal((4 * x).sum(-1), 4 * x.sum(-1))
+        upper, lower = (twice @ x).chunk(2)
+    assert not torch.equal(upper, lower)  # of a product they are other rows, for which a kernel may use other code
 
 
 def test_low_precision_is_rounded_after_the_noise() -> None:
@@ -141,8 +154,9 @@ def test_noise_is_relative_to_the_terms_not_to_the_result() -> None:
     assert 10 * perturbed.SCALE < noise <= 110 * perturbed.SCALE
 
 
-def test_the_count_of_a_pass_is_undisturbed() -> None:
-    layer, x = torch.nn.Linear(16, 8), randn(2, 16)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_the_count_of_a_pass_is_undisturbed(where: str) -> None:
+    layer, x = torch.nn.Linear(16, 8).to(where), randn(2, 16).to(where)
     want = measure.count(lambda: layer(x))
     with perturbed.Perturbed(1):
         got = measure.count(lambda: layer(x))
