@@ -147,8 +147,8 @@ def interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _: bool =
 
 
 WRONG: dict[str, tuple[str, Any, str]] = {  # what is replaced, by what, on which rope
-    "key/value heads tiled (repeat for repeat_interleave)": ("attention.attend", attention(tiled=True), "plain"),
-    "mask aligned top-left": ("attention.attend", attention(top_left=True), "plain"),
+    "key/value heads tiled (repeat for repeat_interleave)": ("layers.attention.attend", attention(tiled=True), "plain"),
+    "mask aligned top-left": ("layers.attention.attend", attention(top_left=True), "plain"),
     "interleaved for half-split rotation": ("decoder.rotate", interleaved, "plain"),
     "Llama 3.1's scaling forgotten": ("decoder.rotation", unscaled, "llama3-8"),
     "Llama 3.2's scaling forgotten": ("decoder.rotation", unscaled, "llama3-32"),
