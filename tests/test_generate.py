@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import llama, ours, random_tokens
+from fake_gpu import READS, fake_gpu, state_on
+from families import T_DSV3, T_JAMBA, T_LLAMA, llama, ours, random_tokens
 
 import tokenbytoken as tbt
 from tokenbytoken.__main__ import main
+from tokenbytoken.run import Sampling, distribution, generation
+from tokenbytoken.run.sampling import draw
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +229,32 @@ def test_integers_of_numpy_count_as_integers(pair: tuple[Any, tbt.Decoder]) -> N
     assert list(tbt.stream(model, [5, 6], np.int32(8), temperature=1.0, **got)) == want
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "jamba"])
+def test_the_host_reads_a_gpu_once_a_pass(
+    family: str, settings: dict[str, Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows at once; and nothing else is read: not in the layers, not in the draw, not to check what was chosen."""
+    reads: list[torch.Size] = []
+    fields = {"llama": T_LLAMA, "deepseek_v3": T_DSV3, "jamba": T_JAMBA}[family]
+    config = tbt.DecoderConfig.from_hf({"model_type": family, **fields})
+
+    def read(chosen: torch.Tensor) -> list[int]:
+        reads.append(chosen.shape)
+        return [5] * len(chosen)
+
+    monkeypatch.setattr(generation, "read_tokens", read)
+    monkeypatch.setattr(generation, "generators_of", lambda seed, count, device: [None] * count)
+    with fake_gpu(monkeypatch):
+        model = tbt.Decoder(config).requires_grad_(False)
+        got = tbt.generate(model, [[1, 2, 3]] * 4, 6, state=state_on(model, 4, 9, padded), **settings)
+        with pytest.raises(READS):  # a caller's tokens are read, to check them
+            model(torch.tensor([[1, 2], [3, 4]]))
+    assert got == [[5] * 6] * 4
+    assert reads == [(4,)] * 6
+
+
 def test_limits_of_a_given_state(pair: tuple[Any, tbt.Decoder]) -> None:
     _, model = pair
     state = model.new_state(1, 16)
@@ -326,7 +355,51 @@ def test_tokens_may_come_as_tensors_and_eos_as_any_collection(pair: tuple[Any, t
         tbt.generate(model, [1], 2, eos_ids=2)
 
 
-def test_logits_that_are_not_numbers_are_refused() -> None:
+def test_sampling_settings_are_plain_numbers_checked_once() -> None:
+    settings = Sampling(np.float32(0.5), np.int64(3), np.float64(0.25))
+    assert settings == Sampling(0.5, 3, 0.25)
+    assert [type(value) for value in (settings.temperature, settings.top_k, settings.top_p)] == [float, int, float]
+    for greedy in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e-46}):
+        assert Sampling(**greedy).is_greedy
+    assert not Sampling(1.0).is_greedy
+
+
+@pytest.mark.parametrize("shape", [(1, 5000), (3, 5000), (4, 7)])
+def test_a_draw_is_that_of_multinomial(shape: tuple[int, int]) -> None:
+    weights = torch.rand(shape, generator=torch.Generator().manual_seed(0)) ** 4
+    weights[:, 3] = 0
+    for seed in range(20):
+        ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        want = torch.multinomial(weights, 1, generator=theirs).squeeze(-1)
+        assert torch.equal(draw(weights, [ours]), want)
+        alone = [torch.Generator().manual_seed(seed + i) for i in range(len(weights))]
+        each = [
+            int(torch.multinomial(row, 1, generator=torch.Generator().manual_seed(seed + i)))
+            for i, row in enumerate(weights)
+        ]
+        assert draw(weights, alone).tolist() == each
+
+
+def test_logits_that_are_not_numbers_are_refused(pair: tuple[Any, tbt.Decoder]) -> None:
+    model = pair[1]
+
+    def spoil(module: Any, inputs: Any, logits: torch.Tensor) -> None:
+        logits[1:] = torch.nan
+
+    hook = model.head.register_forward_hook(spoil)
+    try:
+        for settings in ({}, {"temperature": 1.0}):
+            with pytest.raises(ValueError, match="not finite"):  # that of one row only
+                tbt.generate(model, [[1, 2], [3, 4]], 3, **settings)
+        assert len(tbt.generate(model, [1, 2], 3)) == 3
+    finally:
+        hook.remove()
+    for bad in (torch.nan, torch.inf):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(ValueError, match="not finite"):
+                distribution(torch.tensor([[1.0, 2.0], [1.0, bad]]), temperature)
+            with pytest.raises(ValueError, match="not finite"):
+                tbt.sample(torch.tensor([[1.0, 2.0], [1.0, bad]]), temperature)
     for temperature in (0.0, 1.0):
         with pytest.raises(ValueError, match="not finite"):
             tbt.sample(torch.tensor([[1.0, float("nan")]]), temperature)

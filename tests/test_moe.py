@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_gpu import READS, fake_gpu
 from families import assert_close, deepseek_v2, deepseek_v3, mixtral, ours, random_tokens, redraw, reference_logits
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tokenbytoken as tbt
 from tokenbytoken.checkpoints import open_source
 from tokenbytoken.checkpoints.tensors import Part
-from tokenbytoken.layers.feed_forward import MoE, Router, route
+from tokenbytoken.layers import MoE, Router, feed_forward, route
 
 WIDTH = 64
 V3_MOE = tbt.MoEConfig(num_experts=256, experts_per_token=8, intermediate_size=8, scoring="sigmoid", scale=2.5,
@@ -243,6 +245,91 @@ def test_sorting_tokens_by_expert_equals_the_loop_over_tokens(tokens: int, share
     assert got.shape == x.shape
     assert torch.allclose(got, one_by_one(block, x), rtol=0, atol=1e-12)
     assert torch.equal(block(x.view(tokens, 1, 24)).view(x.shape), got)
+
+
+# Ways to mix experts without asking the host: how many tokens, whether torch multiplies groups here, the dtype.
+MIXED = {
+    "matrices copied": (2, False, torch.float64),
+    "matrices copied, as many as there are": (8, False, torch.float64),
+    "all on all": (9, False, torch.float64),
+    "groups": (50, True, torch.float32),
+    "groups of one token": (1, True, torch.float32),
+}
+
+
+@pytest.mark.parametrize("way", MIXED)
+def test_mixing_without_the_host_equals_the_loop_over_tokens(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, groups, dtype = MIXED[way]
+    monkeypatch.setattr(feed_forward, "_has_grouped_product", lambda weight: groups)
+    block = moe(num_experts=24, shared_intermediate_size=0).to(dtype)
+    block.router.selection_bias.uniform_(-0.5, 0.5)
+    x = torch.randn(tokens, 24, dtype=dtype)
+    got = block.experts.mixed(x, *block.router(x))
+    assert got.dtype == dtype
+    assert_close(got, one_by_one(block, x), 1e-12 if dtype == torch.float64 else 1e-5)
+    assert_close(got, block(x), 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_what_an_expert_makes_of_tokens_that_are_not_its_own_counts_for_nothing() -> None:
+    block = moe(shared_intermediate_size=0)
+    x = torch.randn(50, 24, dtype=torch.float64)
+    weights, chosen = block.router(x)
+    lonely = int(chosen.flatten().bincount(minlength=8).argmin())
+    others = ~(chosen == lonely).any(-1)
+    assert others.any()
+    want = block(x)
+    block.experts.down_proj[lonely] = torch.inf
+    assert torch.allclose(block.experts.mixed(x, weights, chosen)[others], want[others], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_gpu_is_never_asked_who_was_chosen(groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "_has_grouped_product", lambda weight: groups)
+    config = moe().config
+    with fake_gpu(monkeypatch):
+        block = MoE(config, 24).requires_grad_(False)
+        for parameter in block.parameters():  # what the product of groups wants; `.to` cannot change a fake one
+            parameter.data = torch.empty(parameter.shape, dtype=torch.bfloat16)
+        for tokens in (1, 2, 3, 40):
+            x = torch.empty(tokens, 1, 24, dtype=torch.bfloat16)
+            out = block(x)
+            assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+        with pytest.raises(READS):  # so a read would be seen
+            block._expert_by_expert(x[:, 0], *block.router(x[:, 0]))
+
+
+def test_groups_are_multiplied_where_torch_has_a_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        for device, dtype, capability, width, want in (
+            ("cuda", torch.bfloat16, (8, 0), 16, True),
+            ("cuda", torch.bfloat16, (9, 0), 16, True),
+            ("cuda", torch.bfloat16, (7, 5), 16, False),
+            ("cuda", torch.float16, (8, 0), 16, False),
+            ("cuda", torch.bfloat16, (8, 0), 12, False),
+            ("cpu", torch.bfloat16, (8, 0), 16, False),
+        ):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+            weight = torch.empty(8, width, 24, device=device, dtype=dtype)
+            assert feed_forward._has_grouped_product(weight) == want
+
+
+def test_experts_that_cannot_do_without_the_host_are_asked_one_by_one() -> None:
+    block = moe()
+    x = torch.randn(20, 24, dtype=torch.float64)
+    want = block(x)
+
+    class OneByOne(torch.nn.Module):
+        """An expert at a time, as the packed ones; and, to be found out, wrong numbers from a way of their own."""
+
+        def __init__(self, experts: torch.nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+            return self.experts(x, expert)
+
+    block.experts = OneByOne(block.experts)
+    assert torch.equal(block(x), want)
 
 
 def test_64_equal_tokens_get_64_equal_results() -> None:  # C45

@@ -31,6 +31,8 @@ from tokenbytoken.run import (
     serve,
     static_batching,
 )
+from tokenbytoken.run import serving as server
+from tokenbytoken.run.sampling import read_tokens
 
 POLICIES = {
     "static": static_batching(3),
@@ -206,6 +208,26 @@ def test_real_model_with_a_row_joining_and_one_leaving() -> None:
     for request, record in zip(requests, trace.records, strict=True):
         assert record.tokens == tbt.generate(model, list(request.prompt), request.max_new_tokens)
     assert "Paris" in tokenizer.decode(trace.records[0].tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_host_reads_the_tokens_of_a_pass_once(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ours(llama(), tmp_path)
+    reads: list[int] = []
+
+    def read(chosen: torch.Tensor) -> list[int]:
+        reads.append(len(chosen))
+        return read_tokens(chosen)
+
+    monkeypatch.setattr(server, "read_tokens", read)
+    trace = serve(mixed_queue(), policy, one_second, model)
+    assert sum(reads) == sum(piece.kind == "idle" for done in trace.passes for piece in done.pieces) + sum(
+        len(record.tokens) for record in trace.records
+    )
+    ends = {done.start + done.seconds for done in trace.passes}
+    assert len(reads) == len({time for record in trace.records for time in record.times} & ends)
 
 
 def test_the_model_changes_no_time(tmp_path: Path) -> None:

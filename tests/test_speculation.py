@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 from collections import Counter
@@ -16,13 +15,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import assert_close, deepseek_v3, jamba, llama, mamba, ours, random_tokens, redraw
+from fake_gpu import READS, fake_gpu, state_on
+from families import T_LLAMA, assert_close, deepseek_v3, jamba, llama, mamba, ours, random_tokens, redraw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenbytoken as tbt
 from tokenbytoken.cost import expected_tokens
-from tokenbytoken.run import Choose, Guess, Propose, Round, accepts, distribution, residual, verify
+from tokenbytoken.run import (
+    Choose,
+    Guess,
+    Propose,
+    Round,
+    accepts,
+    distribution,
+    residual,
+    speculation,
+    verify,
+)
 
 FAMILIES = {"llama": llama, "deepseek_v3": deepseek_v3, "mamba": mamba, "jamba": jamba}
 VOCAB = 97
@@ -60,6 +70,16 @@ class Oracle:
             return [Guess(token, F.one_hot(torch.tensor(token), VOCAB).float()) for token in guessed]
 
         return propose
+
+
+@dataclasses.dataclass
+class Guesses:
+    """Always the same, surely."""
+
+    tokens: Sequence[int]
+
+    def start(self, model: tbt.Decoder, max_length: int) -> Propose:
+        return lambda tokens, count, choose, hidden: [Guess(token, torch.ones(VOCAB)) for token in self.tokens][:count]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -317,6 +337,48 @@ def test_a_rejection_costs_no_pass_of_its_own(model: tbt.Decoder) -> None:
         assert Round(0, 0) in got.rounds[1:-1]  # a pass without guesses, to catch up
     else:
         assert pushed == [4, *(1 + r.proposed for r in got.rounds[1:])]  # the newest token and the guesses
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_the_host_reads_a_gpu_once_a_pass_of_the_model_and_once_a_guess(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+
+    def read(chosen: Tensor) -> list[int]:
+        reads.append(len(chosen))
+        return [0, 5][-len(chosen) :]  # a guess is 5; of a round nothing stands, and 5 follows
+
+    monkeypatch.setattr(speculation, "read_tokens", read)
+    monkeypatch.setattr(speculation, "generators_of", lambda seed, count, device: [None] * count)
+    monkeypatch.setattr(tbt.Decoder, "new_state", lambda model, batch_size, length: state_on(model, batch_size, length))
+    config = tbt.DecoderConfig.from_hf({"model_type": "llama", **T_LLAMA})
+    with fake_gpu(monkeypatch):
+        model, small = (tbt.Decoder(config).requires_grad_(False) for _ in range(2))
+        got = tbt.speculate(model, [1, 5, 2, 5], 5, draft=tbt.PromptLookup(), num_draft=3, **settings)
+        assert got.proposed > 0
+        assert reads == [2] * got.passes == [2] * 5
+        reads.clear()
+        got = tbt.speculate(model, [1, 2], 5, draft=small, num_draft=3, **settings)
+        assert reads.count(2) == got.passes
+        assert reads.count(1) == got.proposed > 0
+        with pytest.raises(READS):  # a caller's tokens are read, to check them
+            model(torch.tensor([[1, 2], [3, 4]]))
+
+
+def test_a_guess_outside_the_vocabulary_and_logits_that_are_not_finite_are_refused(
+    models: dict[str, tbt.Decoder],
+) -> None:
+    model = models["llama"]
+    with pytest.raises(ValueError, match="token id 97 is outside the vocabulary of 97"):
+        tbt.speculate(model, [1, 2], 6, draft=Guesses([VOCAB]))
+    hook = model.head.register_forward_hook(lambda module, inputs, logits: logits.fill_(torch.nan))
+    try:
+        for draft in (Guesses([5]), tbt.PromptLookup()):
+            with pytest.raises(ValueError, match="the logits are not finite"):
+                tbt.speculate(model, [1, 2, 1], 6, draft=draft)
+    finally:
+        hook.remove()
 
 
 # --- where a run ends -----------------------------------------------------------------------------------
@@ -604,13 +666,12 @@ def unfiltered(draft: tbt.Decoder) -> Any:
 )
 def test_wrong_rules_are_caught_by_the_same_test(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = tiny(1, layers=2), tiny(7)
-    module = importlib.import_module("tokenbytoken.run.speculation")
     if wrong == "draw again from p":
-        monkeypatch.setattr(module, "residual", lambda p, q: p)
+        monkeypatch.setattr(speculation, "residual", lambda p, q: p)
     elif wrong == "accept always":
-        monkeypatch.setattr(module, "accepts", lambda p, q, proposed, generator: torch.ones(len(proposed)) > 0)
+        monkeypatch.setattr(speculation, "accepts", lambda p, q, proposed, generator: torch.ones(len(proposed)) > 0)
     elif wrong == "p without its filter":
-        monkeypatch.setattr(module, "verify", lambda p, q, *rest: verify(p * 0.9 + 0.1 / 4, q, *rest))
+        monkeypatch.setattr(speculation, "verify", lambda p, q, *rest: verify(p * 0.9 + 0.1 / 4, q, *rest))
     assert fails(model, unfiltered(draft) if wrong == "q without its filter" else draft, SEQUENCES)
 
 

@@ -109,12 +109,60 @@ class Experts(nn.Module):
         hidden = F.silu(F.linear(x, self.gate_proj[expert])) * F.linear(x, self.up_proj[expert])
         return F.linear(hidden, self.down_proj[expert])
 
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, and no number is read on the host: how a GPU wants it.
+
+        x (n, M), ``weights`` and ``chosen`` (n, k) → (n, M) in the dtype of ``weights``.
+        """
+        E, (n, k) = len(self.gate_proj), chosen.shape
+        if _has_grouped_product(self.gate_proj):
+            each = self._grouped(x, chosen)
+        elif n * k <= E:  # few tokens, as in a decode step: the matrices that they need are copied
+            each = self._gathered(x, chosen)
+        else:  # many: each expert works on all of them, and what nobody asked for is dropped
+            share = weights.new_zeros(n, E).scatter_(-1, chosen, weights)
+            asked = torch.zeros_like(share, dtype=torch.bool).scatter_(-1, chosen, True)
+            out = torch.zeros_like(x, dtype=weights.dtype)
+            for e in range(E):
+                # Not times 0: what an expert makes of a token that is not its own may be infinite.
+                out += (self(x, e) * share[:, e : e + 1]).where(asked[:, e : e + 1], 0)
+            return out
+        return (each * weights.unsqueeze(-1)).sum(1)
+
+    def _grouped(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What each token's experts make of it, (n, k, M), by torch's product over groups of rows."""
+        experts, order = chosen.flatten().sort(stable=True)  # (n k) places of (n, k), expert by expert
+        numbers = torch.arange(len(self.gate_proj), device=x.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # where each expert's rows end
+        rows = x[order // chosen.shape[1]]
+        gate, up = (F.grouped_mm(rows, w.mT, offs=ends) for w in (self.gate_proj, self.up_proj))
+        down = F.grouped_mm(F.silu(gate) * up, self.down_proj.mT, offs=ends)
+        return torch.empty_like(down).index_copy_(0, order, down).view(*chosen.shape, -1)
+
+    def _gathered(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """The same by a copy of each token's own matrices."""
+        column = x[:, None, :, None]  # (n, 1, M, 1)
+        hidden = F.silu(self.gate_proj[chosen] @ column) * (self.up_proj[chosen] @ column)  # (n, k, F, 1)
+        return (self.down_proj[chosen] @ hidden).squeeze(-1)
+
+
+def _has_grouped_product(weight: Tensor) -> bool:
+    """Whether torch multiplies groups of rows whose bounds lie on this device, by one kernel: bfloat16, from 8.0 on."""
+    return (
+        weight.device.type == "cuda"
+        and weight.dtype == torch.bfloat16
+        and weight.shape[1] % 8 == weight.shape[2] % 8 == 0  # rows of whole 16 bytes
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    )
+
 
 class MoE(nn.Module):
     """A mixture of experts: x (…, M) → (…, M), the weighted sum of each token's experts, and a shared one for all.
 
-    Tokens are sorted by expert, so that each expert that is chosen at all reads its weights once and multiplies all
-    its tokens at a time.
+    On a CPU tokens are sorted by expert, so that each expert that is chosen reads its weights once and multiplies
+    all its tokens at a time. For that the host must know how many each has; on a GPU it would wait for them in every
+    layer, so experts that can (``mixed``) do without.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -128,17 +176,22 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (n, M)
         weights, chosen = self.router(rows)
+        on_host = x.device.type in ("cpu", "meta") or not hasattr(self.experts, "mixed")
+        out = (self._expert_by_expert if on_host else self.experts.mixed)(rows, weights, chosen)
+        out = out.to(x.dtype).view(x.shape)  # summed in the router's dtype, rounded once
+        return out if self.shared is None else out + self.shared(x)
+
+    def _expert_by_expert(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.flatten().argsort(stable=True)  # (n k) places of (n, k), expert by expert
         tokens, shares = order // chosen.shape[1], weights.flatten()[order].unsqueeze(-1)
-        out = torch.zeros_like(rows, dtype=weights.dtype)  # summed in the router's dtype, rounded once
+        out = torch.zeros_like(rows, dtype=weights.dtype)
         first = 0
         for expert, count in enumerate(self._loads(chosen)):
             if count:
                 its, share = (t[first : first + count] for t in (tokens, shares))
                 out.index_add_(0, its, self.experts(rows[its], expert) * share)  # no token twice: a fixed order
                 first += count
-        out = out.to(x.dtype).view(x.shape)
-        return out if self.shared is None else out + self.shared(x)
+        return out
 
     def _loads(self, chosen: Tensor) -> list[int]:
         """How many tokens each expert has. On the meta device nobody knows: as even as can be."""

@@ -1,0 +1,41 @@
+"""A GPU that is not there: tensors with shapes and a device, but without numbers.
+
+Whoever reads a number on the host, for which a real device would have to be waited for, gets one of ``READS``. (The
+device is torch's "lazy" one: of all that are neither the CPU nor "meta", it alone
+lets a build for CPUs pretend.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+import tokenbytoken as tbt
+
+__all__ = ["READS", "fake_gpu", "state_on"]
+
+READS = (DataDependentOutputException, DynamicOutputShapeException)
+
+_MODE = FakeTensorMode()  # one for all tests: what the package caches for a device must fit the next one, too
+
+
+@contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is made inside lies on it. No random numbers are drawn: for that torch wants a real one."""
+    for name in ("uniform_", "normal_", "exponential_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, *arguments, **keywords: tensor)
+    with _MODE, torch.device("lazy", 0):
+        yield
+
+
+def state_on(model: tbt.Decoder, batch_size: int, max_length: int, padded: bool = False) -> tbt.DecoderState:
+    """An empty state; whether rows are padded is read when one is made, so it is said here."""
+    weight = model.embed.weight
+    layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in model.mixers]
+    state = tbt.DecoderState(model.kind, layers, max_length, torch.empty(batch_size, dtype=torch.int64, device="meta"))
+    state.padding, state.padded = torch.empty(batch_size, dtype=torch.int64), padded
+    return state
