@@ -5,12 +5,18 @@
     document.querySelectorAll(".toggle-hidden").forEach((element) => element.classList.remove("toggle-hidden"));
   };
 
-  const parse = (colour) => {
+  // Asked of thousands of elements, answered for the few dozen there are: what is looked up by a key is kept.
+  const kept = (answer, store = new Map()) => (key) => {
+    if (!store.has(key)) store.set(key, answer(key));
+    return store.get(key);
+  };
+
+  const parse = kept((colour) => {
     const parts = colour.match(/[\d.]+/g).map(Number);
     // Chromium writes color-mix() results as color(srgb r g b / a), with channels from 0 to 1.
     const scale = colour.startsWith("color(") ? 255 : 1;
     return [parts[0] * scale, parts[1] * scale, parts[2] * scale, parts.length > 3 ? parts[3] : 1];
-  };
+  });
 
   const over = (top, below) => {
     const alpha = top[3];
@@ -18,15 +24,11 @@
   };
 
   // The colour behind an element: its ancestors' backgrounds, laid over each other down to the page.
-  const backdrop = (element) => {
-    const layers = [];
-    for (let node = element; node; node = node.parentElement) {
-      const colour = parse(getComputedStyle(node).backgroundColor);
-      layers.push(colour);
-      if (colour[3] === 1) break;
-    }
-    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
-  };
+  const backdrop = kept((element) => {
+    if (!element) return [255, 255, 255, 1];
+    const colour = parse(getComputedStyle(element).backgroundColor);
+    return colour[3] === 1 ? colour : over(colour, backdrop(element.parentElement));
+  });
 
   const luminance = (rgb) => {
     const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
@@ -38,40 +40,53 @@
     return (high + 0.05) / (low + 0.05);
   };
 
+  const ratio = kept((pair) => {
+    const [ink, behind] = JSON.parse(pair);
+    return contrast(over(parse(ink), behind), behind);
+  });
+
   const seen = (element) => element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
 
-  const texts = function* (root) {
-    const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+  // Every piece of text that is seen, without the scripts and without the MathML that only screen readers read.
+  const collect = () => {
+    const found = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT | NodeFilter.SHOW_ELEMENT, (node) => {
+      if (node.nodeType === Node.TEXT_NODE) return NodeFilter.FILTER_ACCEPT;
+      return node.matches("script, style, mjx-assistive-mml") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_SKIP;
+    });
     for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-      if (node.data.trim() && node.parentElement && seen(node.parentElement)) yield node;
+      if (node.data.trim() && seen(node.parentElement)) found.push(node);
     }
+    return found;
   };
 
-  const faint = () => {
+  const faint = (texts) => {
     const found = new Map();
-    for (const node of texts(document.body)) {
+    for (const node of texts) {
       const element = node.parentElement;
-      if (element.closest("script, style, noscript, mjx-assistive-mml, .headerlink, svg")) continue;
+      if (element.closest("noscript, .headerlink, svg")) continue;
       const box = element.getBoundingClientRect();
       if (box.width < 2 || box.height < 2) continue;
       const style = getComputedStyle(element);
       const behind = backdrop(element);
-      const colour = over(parse(style.color), behind);
-      const ratio = contrast(colour.slice(0, 3), behind.slice(0, 3));
+      const value = ratio(JSON.stringify([style.color, behind]));
+      if (value >= 4.5) continue;
       const size = parseFloat(style.fontSize);
       const large = size >= 24 || (size >= 18.66 && parseInt(style.fontWeight, 10) >= 700);
-      if (ratio < (large ? 3 : 4.5)) {
-        found.set(`${style.color} on ${behind.map(Math.round)} (${ratio.toFixed(2)})`, node.data.trim().slice(0, 50));
+      if (value < (large ? 3 : 4.5)) {
+        found.set(`${style.color} on ${behind.map(Math.round)} (${value.toFixed(2)})`, node.data.trim().slice(0, 50));
       }
     }
     return [...found].map(([colours, text]) => `${colours}: ${text}`);
   };
 
-  const rawTex = () => {
+  const rawTex = (texts) => {
+    const root = document.querySelector("main") ?? document.body;
     const found = [];
-    for (const node of texts(document.querySelector("main") ?? document.body)) {
+    for (const node of texts) {
+      if (!/\\[a-zA-Z(\[]|\$[^$\s][^$]*\$/.test(node.data) || !root.contains(node)) continue;
       if (node.parentElement.closest("code, pre, script, style, mjx-container, kbd")) continue;
-      if (/\\[a-zA-Z(\[]|\$[^$\s][^$]*\$/.test(node.data)) found.push(node.data.trim().slice(0, 80));
+      found.push(node.data.trim().slice(0, 80));
     }
     return found;
   };
@@ -92,6 +107,20 @@
     return found;
   };
 
+  // The width that the lines around a formula have.
+  const column = (formula) => {
+    let node = formula.parentElement;
+    while (getComputedStyle(node).display.startsWith("inline")) node = node.parentElement;
+    const style = getComputedStyle(node);
+    return node.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+  };
+
+  // Formulas in a line that scroll, and so carry a bar and stop the Tab key, although the line has room for them.
+  const scrolling = () => [...document.querySelectorAll("main span.math")]
+    .filter((formula) => formula.scrollWidth > formula.clientWidth || formula.offsetHeight > formula.clientHeight)
+    .filter((formula) => seen(formula) && formula.querySelector("mjx-math").getBoundingClientRect().width <= column(formula))
+    .map((formula) => `${formula.textContent} (${formula.scrollWidth} px in ${formula.clientWidth} px)`);
+
   const pictures = () => [...document.querySelectorAll("main img")].filter(seen).map((image) => {
     const canvas = document.createElement("canvas");
     canvas.width = canvas.height = 24;
@@ -107,12 +136,14 @@
   });
 
   unfold();
+  const texts = collect();
   const main = document.querySelector("main");
   return {
     theme: document.documentElement.dataset.theme,
-    faint: faint(),
-    rawTex: rawTex(),
+    faint: faint(texts),
+    rawTex: rawTex(texts),
     wide: wide(),
+    scrolling: scrolling(),
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     formulas: document.querySelectorAll("main .math").length,
     typeset: document.querySelectorAll("main .math mjx-container").length,

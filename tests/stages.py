@@ -54,7 +54,8 @@ STAGES = (
     Stage("nbval", ((*PYTEST, *NBVAL, "-n", "2", "--dist", "loadfile", "book"),), parallel=True),
     Stage("rules", ((*PYTEST, "tests/test_notebooks.py"),)),
     Stage("book", ((PYTHON, "book/_tools/colab.py"), (PYTHON, "book/_tools/build.py"))),
-    Stage("browser", ((*PYTEST, "tests/test_site.py"),)),
+    # A browser for each worker; the pages differ tenfold in size, and so the worker that is done takes from the other.
+    Stage("browser", ((*PYTEST, "tests/test_site.py", "-n", "2", "--dist", "worksteal"),), parallel=True),
     Stage("colab", ((*PYTEST, "tests/test_colab.py"),)),
 )
 

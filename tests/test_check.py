@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
+import answers as authors
 import numpy as np
 import pytest
 import torch
 
+from tokenbytoken.page import answers as page_answers
 from tokenbytoken.page.check import answer, caught, close
 
 WANT = torch.tensor([[1.0, -200.0], [3.0, 0.5]])
@@ -124,14 +130,25 @@ def test_a_right_variant_is_never_caught() -> None:
 
 # --- answer ------------------------------------------------------------------------------------------
 
-SLIPS = {8_257_536: "query heads", 258_048: "elements, not bytes"}
+BYTES = {"answer": 516_096, "slips": [[8_257_536, "query heads"], [258_048, "elements, not bytes"]]}
+TIME = {"answer": 4.4832, "slips": [[2.2416, "FP8 is one byte"]]}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A book that has one question: ``ask(question)``, to which ``answer("ex-01-1", …)`` belongs."""
+
+    def ask(question: dict[str, Any], key: str = "ex-01-1") -> None:
+        monkeypatch.setattr(page_answers, "_entries", lambda: {key: authors.hidden(key, question)})
+
+    return ask
 
 
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        (None, "not answered yet"),
-        (..., "not answered yet"),
+        (None, "Exercise 1.1"),
+        (..., "Exercise 1.1"),
         (516_096, "516,096 bytes: correct"),
         (516_096.0, "516,096 bytes: correct"),
         (np.int64(516_096), "516,096 bytes: correct"),
@@ -142,38 +159,110 @@ SLIPS = {8_257_536: "query heads", 258_048: "elements, not bytes"}
         ("516096", "516096 bytes: not yet"),
     ],
 )
-def test_whole_numbers_are_exact(value: object, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer(value, 516_096, unit="bytes", slips=SLIPS)
+def test_whole_numbers_are_exact(
+    value: object, line: str, asked: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(BYTES)
+    answer("ex-01-1", value, unit="bytes")
     assert printed(capsys) == line
 
 
 @pytest.mark.parametrize(
     ("value", "verdict"), [(4.48, "correct"), (4.5, "correct"), (4.4, "not yet"), (2.24, "not yet (FP8 is one byte)")]
 )
-def test_fractions_are_rounded_as_people_round(value: float, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer(value, 4.4832, unit="ms", slips={2.2416: "FP8 is one byte"})
+def test_fractions_are_rounded_as_people_round(
+    value: float, verdict: str, asked: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(TIME)
+    answer("ex-01-1", value, unit="ms")
     assert printed(capsys) == f"{value:.4g} ms: {verdict}"
 
 
-def test_words_tuples_and_tolerances(capsys: pytest.CaptureFixture[str]) -> None:
-    answer("b", "b")
-    answer("a", "b", slips={"a": "that is the query"})
-    answer((2, 9), (2, 9))
-    answer([2, 9], (2, 9))
-    answer(90, 100, tolerance=0.2)
-    answer(0, 0)
-    answer(torch.tensor(3), 3)
-    assert printed(capsys).splitlines() == [
-        "b: correct",
-        "a: not yet (that is the query)",
-        "(2, 9): correct",
-        "[2, 9]: correct",
-        "90: correct",
-        "0: correct",
-        "3: correct",
-    ]
+@pytest.mark.parametrize(
+    ("question", "value", "verdict"),
+    [
+        ({"answer": "b"}, "b", "correct"),
+        ({"answer": "b"}, " B", "correct"),
+        ({"answer": "b", "slips": [["a", "that is the query"]]}, "a", "not yet (that is the query)"),
+        ({"answer": [2, 9]}, (2, 9), "correct"),
+        ({"answer": [2, 9]}, (9, 2), "not yet"),
+        ({"answer": 100, "tolerance": 0.2}, 90, "correct"),
+        ({"answer": 100, "tolerance": 0.2}, 60, "not yet"),
+        ({"answer": 0}, 0, "correct"),
+        ({"answer": 3}, torch.tensor(3), "correct"),
+        ({"answer": 0.5}, -0.5, "not yet"),
+        ({"answer": 2.5}, float("nan"), "not yet"),
+        ({"answer": 2.5}, float("inf"), "not yet"),
+        ({"answer": 2.5}, {"a": 1}, "not yet"),
+    ],
+)
+def test_words_tuples_and_tolerances(
+    question: dict[str, Any], value: Any, verdict: str, asked: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(question)
+    answer("ex-01-1", value)
+    assert printed(capsys).rpartition(": ")[2] == verdict
 
 
-def test_a_slip_that_is_right_is_the_authors_error() -> None:
+def test_the_grid_is_as_wide_as_it_says(asked: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    for correct in (1.0, 3.62, 147.7, 1.2e-5, 6.7e11, -2.5):
+        asked({"answer": correct})
+        for factor, right in ((1.0, True), (1.0049, True), (0.9951, True), (1.0126, False), (0.9875, False)):
+            answer("ex-01-1", correct * factor)
+            assert printed(capsys).endswith(": correct") is right, (correct, factor)
+
+
+def test_what_the_authors_get_wrong_is_refused() -> None:
     with pytest.raises(ValueError, match=r"slip 4\.49 is the correct answer"):
-        answer(None, 4.4832, slips={4.49: "…"})
+        authors.hidden("ex-01-1", {"answer": 4.4832, "slips": [[4.49, "…"]]})
+    with pytest.raises(ValueError, match="twice"):
+        authors.hidden("ex-01-1", {"answer": 5, "slips": [[4, "…"], [4, "…"]]})
+    for key in ("ex-99-1", "ex-01-1z", "answer", 7, None, [1]):
+        with pytest.raises(ValueError, match="no exercise of the book has the key"):
+            answer(key, 3)  # type: ignore[arg-type]
+
+
+# --- the book's own questions ------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = json.loads(authors.PLAIN.read_text(encoding="utf-8"))
+CALL = re.compile(r'tbt\.check\.answer\(\s*"(ex-[^"]*)"')
+
+
+def chapters() -> dict[str, str]:
+    paths = sorted((authors.ROOT / "book").glob("[0-9]*.ipynb"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_the_published_digests_are_those_of_the_authors_list() -> None:
+    assert authors.DIGESTS.read_text(encoding="utf-8") == authors.text(), "run python book/_tools/answers.py"
+
+
+def test_every_question_stands_in_its_chapter_once() -> None:
+    asked = [(name[:2], key) for name, text in chapters().items() for key in CALL.findall(text.replace('\\"', '"'))]
+    assert all(key.startswith(f"ex-{chapter}-") for chapter, key in asked)
+    keys = [key for _, key in asked]
+    assert sorted(keys) == sorted(PLAIN)
+    assert len(keys) > 100
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_each_answer_is_right_and_each_slip_is_named(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    question = PLAIN[key]
+    answer(key, question["answer"])
+    assert printed(capsys).endswith(": correct")
+    if isinstance(question["answer"], float):
+        for factor in (0.9985, 1.0015):
+            answer(key, question["answer"] * factor)
+            assert printed(capsys).endswith(": correct")
+    for value, reply in question.get("slips", []):
+        answer(key, value)
+        assert printed(capsys).endswith(f": not yet ({reply})")
+
+
+def test_the_published_file_gives_nothing_away() -> None:
+    entries = json.loads(authors.DIGESTS.read_text(encoding="utf-8"))
+    for key, entry in entries.items():
+        assert set(entry) <= {"right", "grid", "slips"}
+        assert all(re.fullmatch("[0-9a-f]{12}", one) for one in (entry["right"], *entry.get("slips", {}))), key
+    digests = [entry["right"] for entry in entries.values()]
+    assert len(set(digests)) == len(digests)  # of equal answers, too

@@ -1,15 +1,18 @@
-"""``python -m tokenbytoken size``: right figures with units, and one clear line for bad input."""
+"""``python -m tokenbytoken``: its commands; ``size``: right figures with units, and one clear line for bad input."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
-from tokenbytoken.__main__ import main
+from tokenbytoken.__main__ import COMMANDS, main
 from tokenbytoken.models import published
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,7 +201,53 @@ def test_needs_nothing_but_python() -> None:
     assert "427.47 GB" in done.stdout
 
 
-def test_the_module_ends_with_exit_code_2() -> None:
+def test_the_module_ends_with_the_exit_code_of_its_command() -> None:
     command = [sys.executable, "-m", "tokenbytoken", "size", "llama-9", "--gpu", "h100"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+# --- the one command ------------------------------------------------------------------------------------
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, and what was printed, with every space one."""
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return status, " ".join(out.split()), err
+
+
+def test_the_command_lists_its_commands_and_each_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    status, overview, _ = told(capsys, "--help")
+    assert status == 0
+    for name, file in COMMANDS.items():
+        command = importlib.import_module(f"tokenbytoken.commands.{file}")
+        assert name == command.NAME
+        assert f"{name} {command.HELP}" in overview
+        status, text, _ = told(capsys, name, "--help")
+        assert status == 0
+        assert text.startswith(f"usage: tokenbytoken {name} ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "tokenbytoken: the following arguments are required: command"),
+     (("write",), "tokenbytoken: argument command: invalid choice: 'write'"),
+     (("generate",), "tokenbytoken generate: the following arguments are required: --prompt"),
+     (("size", "llama-9", "--gpu", "t4"), "tokenbytoken size: unknown model 'llama-9'"),
+     (("calibrate", "float12"), "tokenbytoken calibrate: unknown dtype 'float12'")],
+)  # fmt: skip
+def test_an_error_names_the_command(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = told(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(message)
+
+
+def test_the_installed_script_is_the_same_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert {name: pkgutil.resolve_name(where) for name, where in scripts.items()} == {"tokenbytoken": main}

@@ -219,6 +219,7 @@ BAD: list[tuple[str, str, Change]] = [
     ("starts_like_a_chapter", "tagged 'setup'", set_metadata("import tokenbytoken", tags=[])),
     ("has_the_four_beats", "no predict box", edit("{predict}", "{note}")),
     ("has_the_four_beats", "without a folded reply", add_text(":::{predict}\nHow many?\n:::")),
+    ("has_the_four_beats", "must be predict-04-1, not", edit("predict-04-1", "predict-05-1")),
     ("has_the_four_beats", "on a wrong variant", edit("assert not", "assert ")),
     ("has_the_four_beats", "no takeaway", edit("{takeaway}", "{note}")),
     ("has_the_four_beats", "no row of the ledger", without("tbt.ledger")),
@@ -414,6 +415,6 @@ def test_times_are_merged_into_the_record(tmp_path: Path, monkeypatch: pytest.Mo
     execute.record({"01_a": 1.04, "02_b": 2.0})
     execute.record({"02_b": 3.0})
     assert measure.reference("run_times")["payload"] == {"seconds": {"01_a": 1.0, "02_b": 3.0}}
-    monkeypatch.setattr(measure, "_cpu_model", lambda: "another processor")
+    monkeypatch.setattr(measure.records, "cpu_model", lambda: "another processor")
     execute.record({"02_b": 4.0})
     assert measure.reference("run_times")["payload"] == {"seconds": {"02_b": 4.0}}

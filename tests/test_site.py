@@ -24,7 +24,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import nbformat
 import pytest
 import yaml
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 import tokenbytoken as tbt
 
@@ -71,6 +71,17 @@ def host(site: Path) -> Iterator[str]:
     server.server_close()
 
 
+expect.set_options(timeout=20_000)  # ms; a busy machine may need seconds for what an idle one does at once
+
+
+# Scrollbars that take room, as they do on most desktops; Playwright would hide them, and what they do to a page.
+BAR = """() => {
+  const box = document.body.appendChild(document.createElement("div"));
+  box.style.overflow = "scroll";
+  return box.offsetHeight - box.clientHeight;
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = next((path for name in CHROMIUMS if (path := shutil.which(name))), None)
@@ -80,24 +91,25 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no Chromium was found: install one (apt-get install chromium) to test the site in a browser")
     with sync_playwright() as playwright:
         # Inside a container root has no sandbox; only pages of this repository are opened.
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox"], ignore_default_args=["--hide-scrollbars"]
+        )
         yield opened
         opened.close()
 
 
 class Visit:
-    """One page, opened; what went wrong on the way is kept."""
+    """A tab in which one page after another is opened; what went wrong since the last opening is kept.
 
-    def __init__(self, browser: Browser, host: str, width: str, scheme: str = "light") -> None:
-        columns, rows = WIDTHS[width]
+    One for all tests: what the pages share is then fetched and compiled once, not once a page.
+    """
+
+    def __init__(self, browser: Browser, host: str) -> None:
         self.host = host
         # Reduced motion: a colour read in the middle of its transition would be neither theme's.
-        self.context = browser.new_context(
-            viewport={"width": columns, "height": rows},
-            color_scheme=scheme,  # type: ignore[arg-type]
-            reduced_motion="reduce",
-        )
+        self.context = browser.new_context(reduced_motion="reduce")
         self.page: Page = self.context.new_page()
+        self.bar: int = self.page.evaluate(BAR)
         self.foreign: list[str] = []
         self.missing: list[str] = []
         self.complaints: list[str] = []
@@ -109,93 +121,242 @@ class Visit:
     def _own(self, address: str) -> bool:
         return address.startswith((self.host, "data:", "blob:"))
 
-    def open(self, name: str) -> Page:
+    def open(self, name: str, width: str = "laptop") -> Page:
+        for faults in (self.foreign, self.missing, self.complaints):
+            faults.clear()
+        self.resize(*WIDTHS[width])
+        self.page.emulate_media(media="screen", color_scheme="light")
         self.page.goto(urljoin(self.host, name), wait_until="load")
-        self.page.evaluate("() => window.MathJax && window.MathJax.startup && window.MathJax.startup.promise")
+        self.page.evaluate("async () => { await window.MathJax?.startup?.promise; }")
         return self.page
+
+    def resize(self, columns: int, rows: int = 900) -> None:
+        self.page.set_viewport_size({"width": columns, "height": rows})
+
+    def paint(self, scheme: str) -> None:
+        """Change between day and night, as the reader's system does."""
+        self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        self.page.wait_for_function("scheme => document.documentElement.dataset.theme === scheme", arg=scheme)
 
     def probe(self) -> dict[str, Any]:
         found: dict[str, Any] = self.page.evaluate(PROBE)
         return found
 
-    def close(self) -> None:
-        self.context.close()
+    def sound(self) -> None:
+        assert not self.complaints, self.complaints
+        assert not self.foreign, f"asks other hosts: {self.foreign}"
+        assert not self.missing, self.missing
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.fixture(scope="module")
+def visit(browser: Browser, host: str) -> Iterator[Visit]:
+    visit = Visit(browser, host)
+    yield visit
+    visit.context.close()
+
+
+def test_scrollbars_take_room(visit: Visit) -> None:
+    """Without bars that take room, no test below would see a formula that has one."""
+    assert visit.bar >= 10
+
+
+# Each of the four once, with as few changes as that takes: a change of theme costs as much as a page's layout.
+VIEWS = (("phone", "light"), ("phone", "dark"), ("laptop", "dark"), ("laptop", "light"))
+
+
 @pytest.mark.parametrize("name", [*DOCUMENTS, "search", "genindex"])
-def test_page(browser: Browser, host: str, name: str, width: str) -> None:
+def test_page(visit: Visit, name: str) -> None:
     """No complaint, no other host, no raw TeX, no sideways scroll, nothing faint, by day and by night."""
-    visit = Visit(browser, host, width)
-    try:
-        visit.open(f"{name}.html")
-        for scheme in ("light", "dark"):
-            visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            visit.page.wait_for_function("scheme => document.documentElement.dataset.theme === scheme", arg=scheme)
-            found = visit.probe()
-            where = f"{name}, {width}, {scheme}"
-            assert not found["faint"], f"{where}: contrast below 4.5: {found['faint']}"
-            assert not found["rawTex"], f"{where}: raw TeX: {found['rawTex']}"
-            assert not found["errors"], f"{where}: MathJax could not set {found['errors']}"
-            assert found["typeset"] == found["formulas"], where
-            assert found["overflow"] <= 0, f"{where}: the page scrolls sideways: {found['wide']}"
-            assert not found["wide"], f"{where}: {found['wide']}"
-            assert not found["traceback"], f"{where}: a traceback is published"
-            for picture in found["pictures"]:
-                assert picture["alpha"] == 255, (
-                    f"{where}: {picture['source']} is missing or lets the page shine through"
-                )
-                assert len(picture["alt"]) >= 15, f"{where}: {picture['source']} says too little: {picture['alt']!r}"
-        assert not visit.complaints, visit.complaints
-        assert not visit.foreign, f"asks other hosts: {visit.foreign}"
-        assert not visit.missing, visit.missing
-    finally:
-        visit.close()
+    page = visit.open(f"{name}.html", "phone")
+    toggle(page, "primary").click()
+    expect(drawer(page, "primary"), f"{name}: the list of chapters does not open").to_be_visible()
+    page.keyboard.press("Escape")
+    for width, scheme in VIEWS:
+        visit.resize(*WIDTHS[width])
+        visit.paint(scheme)
+        found = visit.probe()
+        where = f"{name}, {width}, {scheme}"
+        assert not found["faint"], f"{where}: contrast below 4.5: {found['faint']}"
+        assert not found["rawTex"], f"{where}: raw TeX: {found['rawTex']}"
+        assert not found["errors"], f"{where}: MathJax could not set {found['errors']}"
+        assert found["typeset"] == found["formulas"], where
+        assert found["overflow"] <= 0, f"{where}: the page scrolls sideways: {found['wide']}"
+        assert not found["wide"], f"{where}: {found['wide']}"
+        assert not found["scrolling"], f"{where}: formulas scroll in a line that is wide enough: {found['scrolling']}"
+        assert not found["traceback"], f"{where}: a traceback is published"
+        for picture in found["pictures"]:
+            assert picture["alpha"] == 255, f"{where}: {picture['source']} is missing or lets the page shine through"
+            assert len(picture["alt"]) >= 15, f"{where}: {picture['source']} says too little: {picture['alt']!r}"
+    bars = printed_bars(visit)
+    assert not bars, f"{name}: prints scrollbars on {bars}"
+    visit.sound()
 
 
-def test_search_finds(browser: Browser, host: str) -> None:
+PAPER = 718  # pixels between the margins of a sheet of A4
+BARS = """() => [...document.querySelectorAll("main *:not(mjx-container *)")].filter((element) => {
+  if (element.scrollWidth <= element.clientWidth && element.scrollHeight <= element.clientHeight) return false;
+  const style = getComputedStyle(element);
+  const wide = element.scrollWidth > element.clientWidth && /auto|scroll/.test(style.overflowX);
+  const high = element.scrollHeight > element.clientHeight && /auto|scroll/.test(style.overflowY);
+  return (wide || high) && style.scrollbarWidth !== "none" && element.checkVisibility();
+}).map((element) => `${element.tagName} ${element.className}: ${element.textContent.trim().slice(0, 40)}`)"""
+
+
+def printed_bars(visit: Visit) -> list[str]:
+    """What would be printed with a scrollbar, which no reader of paper can move."""
+    visit.resize(PAPER)
+    visit.page.emulate_media(media="print")
+    found: list[str] = visit.page.evaluate(BARS)
+    visit.page.emulate_media(media="screen")
+    return found
+
+
+def test_search_finds(visit: Visit) -> None:
     """The search page, which needs no server of its own, finds a chapter by a word of its title."""
-    visit = Visit(browser, host, "laptop")
-    try:
-        page = visit.open("search.html?q=remembered")
-        page.wait_for_selector("#search-results li a")
-        hits = page.eval_on_selector_all(
-            "#search-results li a", "links => links.map(link => link.getAttribute('href'))"
-        )
-        assert any("04_kv_cache" in hit for hit in hits), hits
-        assert not visit.complaints, visit.complaints
-    finally:
-        visit.close()
+    page = visit.open("search.html?q=remembered")
+    page.wait_for_selector("#search-results li a")
+    hits = page.eval_on_selector_all("#search-results li a", "links => links.map(link => link.getAttribute('href'))")
+    assert any("04_kv_cache" in hit for hit in hits), hits
+    assert not visit.complaints, visit.complaints
 
 
-def test_keyboard(browser: Browser, host: str) -> None:
+def test_keyboard(visit: Visit) -> None:
     """The first Tab reaches the link past the navigation; a folded reply opens with Enter."""
-    visit = Visit(browser, host, "laptop")
-    try:
-        page = visit.open(f"{CHAPTERS[0]}.html")
+    page = visit.open(f"{CHAPTERS[0]}.html")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.getAttribute('href')") == "#main-content"
+    reply = page.locator("details.reply").first
+    reply.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert reply.get_attribute("open") is not None
+
+
+def test_tab_passes_formulas(visit: Visit) -> None:
+    """The Tab key goes through a chapter's text from link to link; no formula holds it up."""
+    page = visit.open(f"{CHAPTERS[3]}.html")
+    page.evaluate("""() => {
+      window.stops = [];
+      const note = (event) => window.stops.push(event.target.closest(".math") ? "formula" : "other");
+      document.addEventListener("focusin", note);
+      document.querySelector("article p a:not(.headerlink)").focus();
+    }""")
+    for _ in range(200):
         page.keyboard.press("Tab")
-        assert page.evaluate("() => document.activeElement.getAttribute('href')") == "#main-content"
-        reply = page.locator("details.reply").first
-        reply.locator("summary").focus()
-        page.keyboard.press("Enter")
-        assert reply.get_attribute("open") is not None
-    finally:
-        visit.close()
+        if not page.evaluate("() => document.activeElement.closest('article')"):
+            break
+    stops = page.evaluate("() => window.stops")
+    assert len(stops) >= 20, stops
+    assert "formula" not in stops, f"{stops.count('formula')} of {len(stops)} stops are formulas"
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_download(browser: Browser, host: str, name: str) -> None:
-    """Each chapter offers its stand-alone notebook, and the file is a notebook."""
-    visit = Visit(browser, host, "laptop")
-    try:
-        page = visit.open(f"{name}.html")
-        link = page.locator(f"a[href$='colab/{Path(name).name}.ipynb']").first
-        address = urljoin(page.url, link.get_attribute("href"))
-        answer = page.request.get(address)
-        assert answer.ok, f"{answer.status} {address}"
-        nbformat.validate(nbformat.reads(answer.text(), as_version=4))
-    finally:
-        visit.close()
+# ------------------------------------------------------------------ the list of chapters, the contents of a page
+
+
+FOCUSED = "element => element.contains(document.activeElement)"
+
+
+def toggle(page: Page, kind: str) -> Locator:
+    """The one button for a drawer that a reader sees, found by its name."""
+    return page.get_by_role("button", name={"primary": "Chapters", "secondary": "On this page"}[kind], exact=True)
+
+
+def drawer(page: Page, kind: str) -> Locator:
+    return page.locator(f"#pst-{kind}-sidebar-modal")
+
+
+@pytest.mark.parametrize("way", ["click", "keyboard"])
+@pytest.mark.parametrize("kind", ["primary", "secondary"])
+def test_drawer(visit: Visit, kind: str, way: str) -> None:
+    """At every width below the theme's columns a drawer opens, takes the focus, closes, and gives the focus back."""
+    page = visit.open(f"{CHAPTERS[3]}.html", "phone")
+    button, dialog = toggle(page, kind), drawer(page, kind)
+    for columns in (390, 700, 900) if kind == "primary" else (390, 700, 900, 1100):
+        visit.resize(columns)
+        assert button.get_attribute("aria-expanded") == "false"
+        if way == "click":
+            button.click()
+        else:
+            button.focus()
+            page.keyboard.press("Enter")
+        expect(dialog, f"{kind}, {columns} px").to_be_visible()
+        assert page.get_by_role("dialog").get_attribute("aria-label") in {"Chapters", "On this page"}
+        box = dialog.bounding_box()
+        assert box, columns
+        assert box["x"] >= 0, box
+        assert box["x"] + box["width"] <= columns, box
+        assert dialog.get_by_role("link").count() >= 5
+        assert dialog.evaluate(FOCUSED), "a reader with a keyboard is still behind the drawer"
+        if way == "click":
+            dialog.get_by_role("button", name="Close").click()
+        else:
+            page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        assert button.evaluate(FOCUSED), "the focus did not come back to the button"
+    visit.sound()
+
+
+def test_drawers_are_legible(visit: Visit) -> None:
+    page = visit.open(f"{CHAPTERS[3]}.html", "phone")
+    for kind in ("primary", "secondary"):
+        toggle(page, kind).click()
+        for scheme in ("light", "dark"):
+            visit.paint(scheme)
+            style = drawer(page, kind).evaluate("element => getComputedStyle(element).backgroundColor")
+            assert re.fullmatch(r"rgb\(.*\)", style), f"the page shines through the drawer: {style}"
+            faint = visit.probe()["faint"]
+            assert not faint, f"{kind}, {scheme}: {faint}"
+        page.keyboard.press("Escape")
+        expect(drawer(page, kind)).to_be_hidden()
+
+
+def test_chapter_is_reached(visit: Visit) -> None:
+    """On a phone: from the list to another chapter, and there from the contents to a section, which is then seen."""
+    page = visit.open(f"{DOCUMENTS[0]}.html", "phone")
+    toggle(page, "primary").click()
+    drawer(page, "primary").get_by_role("link", name="What must be remembered?").click()
+    page.wait_for_url(f"**/{CHAPTERS[3]}.html")
+    toggle(page, "secondary").focus()
+    page.keyboard.press("Enter")
+    link = drawer(page, "secondary").get_by_role("link", name="The ledger", exact=True)
+    target = link.get_attribute("href")
+    assert target
+    link.focus()
+    page.keyboard.press("Enter")
+    expect(drawer(page, "secondary")).to_be_hidden()
+    page.wait_for_url(f"**{target}")
+    expect(page.locator(target)).to_be_in_viewport()
+    page.keyboard.press("Tab")  # goes on from the section, not from the top of the page
+    assert page.evaluate("() => document.activeElement.getBoundingClientRect().top") >= 0
+    assert page.evaluate("() => !!document.activeElement.closest('article')")
+    visit.sound()
+
+
+@pytest.mark.parametrize("columns", [1100, 1280])
+def test_list_folds(visit: Visit, columns: int) -> None:
+    """In a wide window the button folds the column of chapters and unfolds it, by mouse and by keyboard."""
+    page = visit.open(f"{CHAPTERS[3]}.html")
+    visit.resize(columns)
+    button, column = toggle(page, "primary"), page.locator("#pst-primary-sidebar")
+    article = page.locator("article.bd-article")
+
+    def left() -> float:
+        box = article.bounding_box()
+        assert box
+        return box["x"]
+
+    beside = left()
+    expect(column).to_be_visible()
+    for press in (lambda: button.click(), lambda: page.keyboard.press("Enter")):
+        press()
+        expect(column, f"{columns} px").to_be_hidden()
+        assert left() < beside - 100, "the text does not get the room"
+        assert button.get_attribute("aria-expanded") == "false"
+        press()
+        expect(column, f"{columns} px").to_be_visible()
+        assert left() == beside
+        assert button.get_attribute("aria-expanded") == "true"
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    visit.sound()
 
 
 # ------------------------------------------------------------------ the files, read
@@ -234,6 +395,16 @@ def pages(site: Path) -> dict[Path, Links]:
         for path in sorted(site.rglob("*.html"))
         if "_static" not in path.parts
     }
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_download(site: Path, name: str) -> None:
+    """Each chapter offers its stand-alone notebook, and the file is a notebook."""
+    page = site / f"{name}.html"
+    links = Links(page.read_text(encoding="utf-8")).links
+    offered = [link for link in links if link.endswith(f"colab/{page.stem}.ipynb") and not urlparse(link).scheme]
+    assert offered
+    nbformat.validate(nbformat.read(page.parent / unquote(offered[0]), as_version=4))
 
 
 def test_links_resolve(site: Path) -> None:
@@ -400,7 +571,12 @@ def small_book(folder: Path, extra: dict[str, str]) -> subprocess.CompletedProce
         "print(6 * 7)", execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42\n")]
     )
     files = {
-        "book/index.md": "# Small\n\n:::::{predict}\nWhat is 6 · 7?\n\n::::{reply} 13\nThat is the sum.\n::::\n:::::\n",
+        "book/index.md": (
+            "# Small\n\n:::::{predict}\n:key: predict-01-1\n:answer: choice\n\nWhat is 6 · 7?\n\n"
+            "::::{reply} 13\nThat is the sum.\n::::\n:::::\n\n"
+            ":::::{predict}\n:key: predict-01-2\n:answer: number\n:unit: ms\n\nHow long?\n\n"
+            "::::{reply} 4.5 ms\nIt is.\n::::\n:::::\n"
+        ),
         "book/references.bib": "@book{knuth, title={The Art}, author={Knuth, Donald}, publisher={A}, year={1968}}\n",
         "book/good.ipynb": notebook(
             nbformat.v4.new_markdown_cell("# Good\n\n{cite:t}`knuth`\n\n```{bibliography}\n```"), good
@@ -417,21 +593,60 @@ def small_book(folder: Path, extra: dict[str, str]) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_build_refuses(tmp_path: Path) -> None:
-    """A sound book builds, in a folder with a space; an error, an unrun cell and a dead reference each stop it."""
+def test_sound_book_is_built(tmp_path: Path) -> None:
+    """With this repository's settings and boxes, in a folder with a space."""
     sound = small_book(tmp_path / "a sound book", {})
     assert sound.returncode == 0, sound.stderr
     page = (tmp_path / "a sound book" / "_build" / "html" / "book" / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<details class=\"reply[^>]*>\s*<summary>13</summary>", page)
+    boxes = re.findall(r"<div ([^>]*class=\"[^\"]*predict[^>]*)>", page)
+    assert len(boxes) == 2
+    assert 'data-key="predict-01-1"' in boxes[0]
+    assert 'data-kind="choice"' in boxes[0]
+    assert "data-unit" not in boxes[0]
+    assert 'data-kind="number"' in boxes[1]
+    assert 'data-unit="ms"' in boxes[1]
+    assert page.count('class="admonition-title"') == 2
+    for name in ("data-", ":key:"):
+        assert name not in re.sub("<[^>]*>", "", page)
 
-    error = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
-    failed = nbformat.v4.new_code_cell("1 / 0", execution_count=1, outputs=[error])
-    unrun = nbformat.v4.new_code_cell("1 / 0")
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (":answer: choice", "needs :key:"),
+        (":key: predict-01-1", "needs :answer:"),
+        (":key: predict-01-1\n:answer: number", ":unit: belongs to"),
+        (":key: predict-01-1\n:answer: choice\n:unit: ms", ":unit: belongs to"),
+        (":key: predict-01-1\n:answer: maybe", "maybe"),
+    ],
+)
+def test_build_refuses_predict_box(tmp_path: Path, options: str, complaint: str) -> None:
+    box = f"# Page\n\n:::::{{predict}}\n{options}\n\nHow long?\n\n::::{{reply}} 4\nNo.\n::::\n:::::\n"
+    run = small_book(tmp_path, {"book/page.md": box})
+    assert run.returncode != 0
+    assert complaint in run.stdout + run.stderr
+
+
+ERROR = nbformat.v4.new_output("error", ename="ZeroDivisionError", evalue="division by zero", traceback=[])
+
+
+@pytest.mark.parametrize(
+    ("cell", "complaint"),
+    [
+        (nbformat.v4.new_code_cell("1 / 0", execution_count=1, outputs=[ERROR]), "ZeroDivisionError"),
+        (nbformat.v4.new_code_cell("1 / 0"), "cell 2 was never run"),
+    ],
+    ids=["error", "unrun"],
+)
+def test_build_refuses_notebook(tmp_path: Path, cell: Any, complaint: str) -> None:
     title = nbformat.v4.new_markdown_cell("# A page")
-    for number, (cell, complaint) in enumerate(((failed, "ZeroDivisionError"), (unrun, "cell 2 was never run"))):
-        broken = small_book(tmp_path / str(number), {"book/broken.ipynb": notebook(title, cell)})
-        assert broken.returncode != 0
-        assert complaint in broken.stderr
+    broken = small_book(tmp_path / "book", {"book/broken.ipynb": notebook(title, cell)})
+    assert broken.returncode != 0
+    assert complaint in broken.stderr
+
+
+def test_build_refuses_dead_references(tmp_path: Path) -> None:
     dead = small_book(
         tmp_path / "dead",
         {"book/dead.md": "# Dead\n\n[nowhere](nowhere.md), {py:class}`no.such.Thing`, {cite:t}`nobody`\n"},

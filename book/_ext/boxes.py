@@ -1,11 +1,16 @@
 """The book's own boxes: Predict (with its folded replies), Takeaway, Where it breaks.
 
     :::::{predict}
-    How long does one token take? (a) 0.4 ms (b) 4 ms (c) 40 ms
+    :key: predict-01-1
+    :answer: choice
+    How long does one token take?
     ::::{reply} 4 ms
     That would be right if each weight were read at the memory's speed …
     ::::
     :::::
+
+A prediction is one of its replies (``choice``), or a ``number`` with a ``:unit:``. The page carries key, kind and unit
+as data attributes, for scripts; without any, a reader sees the question and its folded replies.
 
 Notes are docutils' own, exercises and solutions are sphinx-exercise's; together they are the five kinds of
 box that the book has. A reply is a `<details>` element: it opens without JavaScript and by keyboard.
@@ -16,12 +21,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.locale import _
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.html5 import HTML5Translator
 from sphinx_exercise.nodes import is_exercise_node
+
+
+class predict(nodes.Admonition, nodes.Element):
+    """A question that a reader answers before reading on; ``key``, ``kind`` and ``unit`` say what is asked."""
 
 
 class reply(nodes.General, nodes.Element):
@@ -57,6 +67,22 @@ class Box(SphinxDirective):
 
 class Predict(Box):
     kind, label = "predict", "Predict"
+    option_spec: ClassVar[dict[str, Any]] = {
+        "key": directives.unchanged_required,
+        "answer": lambda text: directives.choice(text, ("number", "choice")),
+        "unit": directives.unchanged_required,
+    }
+
+    def run(self) -> list[nodes.Node]:
+        (box,) = super().run()
+        missing = {"key", "answer"} - self.options.keys()
+        if missing:
+            raise self.error(f"a predict box needs :{missing.pop()}:")
+        if (self.options["answer"] == "number") is not ("unit" in self.options):
+            raise self.error("a number has a unit, a choice has none: :unit: belongs to :answer: number")
+        asked = predict("", *box.children, classes=box["classes"], kind=self.options["answer"], **self.options)
+        asked.source, asked.line = box.source, box.line
+        return [asked]
 
 
 class Takeaway(Box):
@@ -100,6 +126,15 @@ class PlainTitles(SphinxPostTransform):
             title.replace(opening, nodes.Text(" "))
 
 
+def visit_predict(self: HTML5Translator, node: predict) -> None:
+    told = {f"data-{name}": node[name] for name in ("key", "kind", "unit") if name in node}
+    self.body.append(self.starttag(node, "div", CLASS="admonition", **told))
+
+
+def depart_predict(self: HTML5Translator, node: predict) -> None:
+    self.body.append("</div>\n")
+
+
 def visit_reply(self: HTML5Translator, node: reply) -> None:
     self.body.append(self.starttag(node, "details", CLASS="reply"))
 
@@ -122,6 +157,7 @@ def visit_plain(self: Any, node: nodes.Node) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     plain = (visit_plain, visit_plain)
+    app.add_node(predict, html=(visit_predict, depart_predict), latex=plain, text=plain)
     app.add_node(reply, html=(visit_reply, depart_reply), latex=plain, text=plain)
     app.add_node(reply_answer, html=(visit_answer, depart_answer), latex=plain, text=plain)
     for directive in (Predict, Reply, Takeaway, Breaks):

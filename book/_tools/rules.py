@@ -527,6 +527,10 @@ def has_the_four_beats(notebook: Notebook) -> Iterator[str]:
     for index, box in predictions:
         if not any(isinstance(inner, Directive) and inner.name == "reply" for inner in box.children):
             yield f"cell {index}: a predict box without a folded reply"
+    for number, (index, box) in enumerate(predictions, start=1):
+        key = f"predict-{notebook.path.name[:2]}-{number}"
+        if box.options.get("key") != key:
+            yield f"cell {index}: the key of this predict box must be {key}, not {box.options.get('key')!r}"
     code = "\n".join(cell.source for _, cell in notebook.code)
     if not re.search(r"\bcheck\.(?:close|caught)\(|\bassert\b", code):
         yield "no check"

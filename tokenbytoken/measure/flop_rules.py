@@ -21,7 +21,7 @@ def _packets(*names: str) -> list[Any]:
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
 
-@rule(*_packets("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm", "_scaled_mm"))
+@rule(*_packets("mm", "bmm", "mv", "dot", "vdot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"))
 def _product(out: Tensor, a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * out.numel() * a.shape[-1]  # every number of the output is a sum of that many products
 

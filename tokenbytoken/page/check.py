@@ -7,13 +7,14 @@ looks at a reader's answer and names the likely slip.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from numbers import Real
 from types import EllipsisType
 from typing import Any, cast
 
 import numpy as np
 import torch
+
+from .answers import question, title
 
 __all__ = ["answer", "caught", "close"]
 
@@ -57,40 +58,23 @@ def caught(wrong: Any, want: Any, tolerance: float, *, label: str) -> None:
     print(f"{label}: caught" + (f" (error > {_short(limit)} of scale)" if tolerance else " (not equal)"))
 
 
-def answer(
-    value: Any,
-    correct: float | str | tuple[Any, ...],
-    *,
-    unit: str = "",
-    slips: Mapping[Any, str] | None = None,
-    tolerance: float | None = None,
-) -> None:
-    """Look at a reader's answer to an exercise and print one line: not answered, correct, or what slipped.
+def answer(key: str, value: Any, unit: str = "") -> None:
+    """Look at a reader's answer to the question ``key`` and print one line: correct, or what slipped.
 
-    ``None`` or ``...`` is an answer not given yet. Integers and strings must match exactly, a
-    fraction within ``tolerance`` (relative; 0.5 % unless given). ``slips`` maps wrong values to what
-    was forgotten. Raises ValueError when a slip is the correct answer, which is the author's error.
+    ``None`` or ``...`` is an answer not given yet: of it only the number of the exercise is printed. Whole numbers
+    and texts must match exactly, whatever the type of the number; a fraction within 0.5 % or the question's own
+    tolerance, and never by more than twice that. What is expected stands in ``book/data/answers.json``, and not to be
+    read (:mod:`tokenbytoken.page.answers`). Raises ValueError for a key that the book does not have.
     """
-    if tolerance is None:
-        tolerance = 0.005 if isinstance(correct, float) else 0.0
-    slips = slips or {}
-    for slip in slips:
-        if _same(slip, correct, tolerance):
-            raise ValueError(f"the slip {slip!r} is the correct answer")
+    asked = question(key)
     if value is None or isinstance(value, EllipsisType):
-        print("not answered yet")
+        print(title(key))
         return
     if hasattr(value, "item") and not getattr(value, "shape", ()):
         value = value.item()  # a number that a tensor or an array wraps
-    shown = _show(value) + (f" {unit}" if unit else "")
-    if _same(value, correct, tolerance):
-        print(f"{shown}: correct")
-        return
-    for slip, reason in slips.items():
-        if _same(value, slip, tolerance):
-            print(f"{shown}: not yet ({reason})")
-            return
-    print(f"{shown}: not yet")
+    reply = asked.reply(value)
+    verdict = "not yet" if reply is None else f"not yet ({reply})" if reply else "correct"
+    print(_show(value) + (f" {unit}" if unit else "") + f": {verdict}")
 
 
 def _error(got: Any, want: Any, tolerance: float) -> tuple[float, str]:
@@ -130,15 +114,6 @@ def _tensor(value: Any) -> torch.Tensor:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """In double precision; a complex number keeps both of its parts."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _same(value: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(value) == len(other) and all(_same(a, b, tolerance) for a, b in zip(value, other, strict=True))
-    if isinstance(value, bool) or isinstance(other, bool) or not (isinstance(value, Real) and isinstance(other, Real)):
-        return type(value) is type(other) and bool(value == other)
-    a, b = cast(Any, value), cast(Any, other)  # Real promises the type checker no arithmetic
-    return bool(abs(a - b) <= tolerance * abs(b))
 
 
 def _show(value: Any) -> str:

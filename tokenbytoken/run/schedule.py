@@ -17,6 +17,7 @@ import numpy as np
 from .._numbers import not_negative, positive, whole
 from ..config import DecoderConfig
 from ..cost import Accelerator, communication_seconds, find_accelerator, footprint_per_gpu, pass_cost
+from ..cost import roofline as pass_time
 
 __all__ = [
     "Cost",
@@ -109,11 +110,11 @@ def roofline(
         ]
         fp8 = sum(part.flops_fp8 for part in parts)
         other = sum(part.flops for part in parts) - fp8
-        compute = (fp8 / gpu.flops_at("fp8", n) if fp8 else 0.0) + other / gpu.flops_at(dtype, n)
+        flops = {dtype: other / gpus} | ({"fp8": fp8 / gpus} if fp8 else {})
         moved = pass_cost(config, 1, 0, n, recipe=recipe).weight_bytes / gpus
         moved += sum((row.context + row.new_tokens) * size.per_token + 2 * size.per_sequence for row in rows)
         messages = communication_seconds(config, gpu, n, gpus=gpus, logit_rows=len(rows))
-        return max(moved / gpu.bandwidth_at(round(moved)), compute / gpus) + messages
+        return pass_time(gpu, moved, flops, n, messages=messages).seconds
 
     return seconds
 
