@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from rules import Book, Notebook
 
+import tokenbytoken as tbt
 from tokenbytoken import measure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -275,6 +276,17 @@ def test_a_measured_figure_is_no_ground_for_prose(sample: Path, tmp_path: Path) 
         add_text("It measures 67.6 GB.")(notebook)
 
     assert list(rules.figures_have_a_ground(altered(sample, tmp_path, change)))
+
+
+def test_a_table_is_read_with_the_units_of_its_heads() -> None:
+    columns = {"": "", "held (GB)": ".0f", "a ÷ b": ".1f", "share": ".0%", "time (ms)": ""}
+    made = tbt.table([("x", 487, 1.5, 0.95, "⟨31⟩")], columns)
+    shown = nbformat.v4.new_output("display_data", {"text/html": made._repr_html_()})
+    cell = nbformat.v4.new_code_cell(outputs=[shown])
+    told = rules.tables_with_units(cell)
+    assert {"487 GB", "1.5×", "95 %"} <= set(told)
+    assert "487 ms" not in told
+    assert rules.tables_with_units(nbformat.v4.new_code_cell()) == []
 
 
 def test_figures_match_as_wholes() -> None:

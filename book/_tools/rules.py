@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -158,7 +159,8 @@ class Notebook:
     @cached_property
     def printed(self) -> str:
         """Every text output, without what was measured: that is no ground for a number in the prose."""
-        return MEASURED.sub("⟨⟩", "\n".join(text for _, cell in self.code for text in output_texts(cell)))
+        texts = [text for _, cell in self.code for text in (*output_texts(cell), *tables_with_units(cell))]
+        return MEASURED.sub("⟨⟩", "\n".join(texts))
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,43 @@ def output_texts(cell: NotebookNode) -> list[str]:
         elif output.output_type in ("display_data", "execute_result") and not pictures(output):
             texts.append(output.data.get("text/plain", ""))
     return texts
+
+
+class Cells(HTMLParser):
+    """The cells of a table, row by row, as text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip("\n")
+
+
+def tables_with_units(cell: NotebookNode) -> list[str]:
+    """The numbers of the book's tables as prose states them: with the unit that stands in the head.
+
+    ``held (GB)`` over 487 is 487 GB, ``a ÷ b`` over 51 is 51×, and a share of 95% is 95 %.
+    """
+    found = []
+    for output in cell.get("outputs", []):
+        html = output.get("data", {}).get("text/html", "")
+        heads, *rows = Cells(html).rows if 'class="tbt"' in html else [[]]
+        for head, text in ((head, text) for row in rows for head, text in zip(heads, row, strict=True)):
+            unit = re.search(r"\(([^()]+)\)$", head)
+            found += [f"{text} {unit[1]}"] if unit else []
+            found += [f"{text}×", f"{text} ×"] if "÷" in head else []
+            found += [f"{text[:-1]} %"] if text.endswith("%") else []
+    return found
 
 
 def pictures(output: NotebookNode) -> dict[str, str]:
