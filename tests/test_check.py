@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import answers as authors
+import nbformat
 import numpy as np
 import pytest
 import torch
+from nbformat import NotebookNode
 
 from tokenbytoken.page import answers as page_answers
+from tokenbytoken.page.answers import title
 from tokenbytoken.page.check import answer, caught, close
 
 WANT = torch.tensor([[1.0, -200.0], [3.0, 0.5]])
@@ -194,6 +197,8 @@ def test_fractions_are_rounded_as_people_round(
         ({"answer": 2.5}, float("nan"), "not yet"),
         ({"answer": 2.5}, float("inf"), "not yet"),
         ({"answer": 2.5}, {"a": 1}, "not yet"),
+        ({"answer": [2.5, 4.0]}, (2.51, 3.99), "correct"),
+        ({"answer": [2.5, 4.0]}, np.linspace(1, 2, 100), "not yet"),  # of 3¹⁰⁰ forms none is made
     ],
 )
 def test_words_tuples_and_tolerances(
@@ -228,21 +233,89 @@ PLAIN: dict[str, Any] = json.loads(authors.PLAIN.read_text(encoding="utf-8"))
 CALL = re.compile(r'tbt\.check\.answer\(\s*"(ex-[^"]*)"')
 
 
-def chapters() -> dict[str, str]:
-    paths = sorted((authors.ROOT / "book").glob("[0-9]*.ipynb"))
-    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
+def chapters() -> dict[str, list[NotebookNode]]:
+    paths = sorted((authors.ROOT / "book").glob("[0-9][0-9]_*.ipynb"))
+    return {path.stem: nbformat.read(path, as_version=4).cells for path in paths}
+
+
+def exercises(kind: str) -> dict[str, list[NotebookNode]]:
+    """The cells of each exercise by its label: those of ``exercise``, the question, or of ``solution``.
+
+    A Markdown cell may end one and begin the next; a copy with its part of the text belongs to each.
+    """
+    found: dict[str, list[NotebookNode]] = {}
+    for cells in chapters().values():
+        label = ""
+        for cell in cells:
+            if cell.cell_type == "code":
+                if label:
+                    found[label].append(cell)
+                continue
+            gates = rf"\{{{kind}-start\}}(?:.*\n:label:)? (?P<label>ex-\d\d-\d+)|\{{{kind}-end\}}"
+            position = 0
+            for gate in [*re.finditer(gates, cell.source), None]:
+                if label:
+                    part = cell.source[position : gate.start() if gate else None]
+                    found[label].append(nbformat.v4.new_markdown_cell(part))
+                if gate:
+                    label, position = gate["label"] or "", gate.end()
+                    found.setdefault(label, [])
+    return {label: cells for label, cells in found.items() if label}
+
+
+def printed_by(cell: NotebookNode) -> str:
+    """What a cell showed, as text."""
+    return "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", []))
+
+
+def values(text: str) -> Iterator[Any]:
+    """Every value that a text gives, read as a reader would: numbers, words, rows of numbers."""
+    yield from set(re.findall(r"[^\W\d_]+", text))
+    for match in re.finditer(r"(?<![\w.])\d[\d,_]*(?:\.\d+)?", text):
+        number = re.sub("[,_]", "", match[0])
+        yield float(number) if "." in number else int(number)
+    for match in re.finditer(r"\d+(?:, \d+)+", text):
+        yield [int(number) for number in match[0].split(", ")]
 
 
 def test_the_published_digests_are_those_of_the_authors_list() -> None:
     assert authors.DIGESTS.read_text(encoding="utf-8") == authors.text(), "run python book/_tools/answers.py"
 
 
-def test_every_question_stands_in_its_chapter_once() -> None:
-    asked = [(name[:2], key) for name, text in chapters().items() for key in CALL.findall(text.replace('\\"', '"'))]
-    assert all(key.startswith(f"ex-{chapter}-") for chapter, key in asked)
-    keys = [key for _, key in asked]
-    assert sorted(keys) == sorted(PLAIN)
-    assert len(keys) > 100
+def test_every_question_stands_in_its_exercise_once() -> None:
+    asked = [
+        (label, key)
+        for label, cells in exercises("exercise").items()
+        for key in CALL.findall("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    ]
+    assert [key for label, key in asked if not re.fullmatch(f"{label}[a-z]?", key)] == []
+    assert sorted(key for _, key in asked) == sorted(PLAIN)
+    everywhere = "\n".join(cell.source for cells in chapters().values() for cell in cells)
+    assert set(CALL.findall(everywhere)) == set(PLAIN)
+
+
+SOLUTIONS = exercises("solution")
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_the_solution_gives_the_answer_that_is_on_file(key: str) -> None:
+    """Among all that the executed solution says there is a value that the question takes.
+
+    Another question's answer under this key, or one of a recorded run that has been recorded again, is found here.
+    """
+    said = "\n".join(f"{cell.source}\n{printed_by(cell)}" for cell in SOLUTIONS[re.sub("[a-z]$", "", key)])
+    assert any(page_answers.question(key).reply(value) == "" for value in values(said)), PLAIN[key]["answer"]
+
+
+def test_unanswered_exercises_print_their_number() -> None:
+    """Each exercise that can be answered; one whose cell prints figures to be explained prints them before."""
+    silent = {"ex-01-4", "ex-02-6"}
+    asked = exercises("exercise")
+    numbers = {label: re.compile(rf"({title(label)}[a-z]?\n)+") for label in asked}
+    shown = {label: "".join(map(printed_by, cells)) for label, cells in asked.items()}
+    assert [label for label in asked if label not in silent and not numbers[label].fullmatch(shown[label])] == []
+    assert all(shown[label].endswith(f"{title(label)}\n") for label in silent)
+    assert len(asked) == 90
 
 
 @pytest.mark.parametrize("key", PLAIN)

@@ -23,6 +23,7 @@ from .._paths import book_file, read_json
 __all__ = ["GRID", "Question", "digest", "forms", "question", "title"]
 
 GRID = 0.005
+MOST_FORMS = 3**6  # those of six fractions: no question asks for more at once
 FILE = "data/answers.json"
 KEY = re.compile(r"ex-(?P<chapter>\d\d)-(?P<exercise>\d+)(?P<part>[a-z]?)")
 
@@ -82,7 +83,10 @@ def forms(value: Any, grid: float | None = None) -> list[str]:
     if hasattr(value, "tolist"):  # tensors and arrays, and the numbers that they wrap
         value = value.tolist()
     if isinstance(value, (list, tuple)):
-        return [f"({', '.join(parts)})" for parts in product(*(forms(item, grid) for item in value))]
+        found = [forms(item, grid) for item in value]
+        if math.prod(map(len, found)) > MOST_FORMS:
+            return []  # a hundred fractions are no answer, and would have more forms than memory holds
+        return [f"({', '.join(parts)})" for parts in product(*found)]
     if isinstance(value, str):
         return [f'"{value.strip().casefold()}"']
     if isinstance(value, bool):
