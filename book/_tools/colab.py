@@ -80,7 +80,7 @@ class Citation:
 def read_citations(path: Path) -> dict[str, Citation]:
     if not path.exists():
         return {}
-    from pybtex.database import parse_file  # type: ignore[import-untyped]
+    from pybtex.database import parse_file
 
     found = {}
     for key, entry in parse_file(str(path), bib_format="bibtex").entries.items():
