@@ -121,7 +121,7 @@ def alone(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
 def memory(case: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     with Peak() as peak:
         model = load_parallel(case["source"], group)
-    found = {"peak": peak.bytes, "held": parameter_bytes(model)}
+    found: dict[str, Any] = {"peak": peak.bytes, "held": parameter_bytes(model)}
     if "prompt" in case:
         found["tokens"] = tbt.generate(model, case["prompt"], 6)
     del model

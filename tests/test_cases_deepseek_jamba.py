@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,14 +35,17 @@ from tokenbytoken.layers.cache import Cache
 from tokenbytoken.layers.feed_forward import MoE
 from tokenbytoken.layers.mamba import Mamba, MambaState
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FAMILIES = {"deepseek_v3": deepseek_v3, "deepseek_v2": deepseek_v2, "mixtral": mixtral, "mamba": mamba, "jamba": jamba}
 NEW = ("deepseek_v3", "mamba", "jamba")  # one of each kind of state
-Pair = tuple[nn.Module, tbt.Decoder]
+Pair = tuple["PreTrainedModel", tbt.Decoder]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    found = {}
+    found: dict[str, Pair] = {}
     for name, build in FAMILIES.items():
         reference = build()
         found[name] = (reference, ours(reference, tmp_path_factory.mktemp(name)))

@@ -378,7 +378,7 @@ def test_installing_the_package_leaves_torch_and_numpy_alone(bare: Path, tmp_pat
         "PYTHONPATH": str(tmp_path / "newer"),
         "PIP_CONSTRAINT": str(unconstrained),
     }
-    command = [bare, "-m", "pip", "install", "--dry-run", "--quiet", "--report", report, source]
+    command: list[str | Path] = [bare, "-m", "pip", "install", "--dry-run", "--quiet", "--report", report, source]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     installed = {item["metadata"]["name"].lower() for item in json.loads(report.read_text(encoding="utf-8"))["install"]}
@@ -397,6 +397,6 @@ def test_python_versions_of_colab_are_admitted() -> None:
 
 
 def test_the_command_writes_every_chapter(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "book" / "_tools" / "colab.py", "--output", tmp_path]
+    command: list[str | Path] = [sys.executable, ROOT / "book" / "_tools" / "colab.py", "--output", tmp_path]
     subprocess.run(command, check=True, capture_output=True)
     assert sorted(path.name for path in tmp_path.glob("*.ipynb")) == [path.name for path in CHAPTERS]

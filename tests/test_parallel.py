@@ -162,7 +162,7 @@ def results(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 def run_ranks(references: dict[str, Any], folder: Path) -> None:
     big = folder / "big"
-    families.llama(**BIG).to(torch.bfloat16).save_pretrained(big)  # so that loading in float32 is a copy, not a map
+    families.llama(**BIG).bfloat16().save_pretrained(big)  # so that loading in float32 is a copy, not a map
     cases: list[dict[str, Any]] = [
         {"name": name, "kind": {"alone": "alone", "refused": "refused"}.get(name, "parity"), "world": world,
          "source": str(references[name][0]), "tokens": TOKENS.tolist(), "eos": list(range(0, 97, 2)),
@@ -229,8 +229,10 @@ def test_a_rank_holds_its_shard_and_the_state_of_its_own_heads(results: dict, re
         assert "the state was made for a model of other layers" in found["foreign"]  # that of the whole model
     world, changes = MODELS[name]
     whole = config(**changes)
+    mixer = whole.layers[0].mixer
+    assert isinstance(mixer, tbt.AttentionConfig)
     kept = sum(found["state_bytes"] for found in results[name]) / tbt.state_bytes(whole, 2, 12, bytes_per_element=4)
-    assert kept == max(1, world / whole.layers[0].mixer.num_kv_heads)  # every head once, or on world / K ranks
+    assert kept == max(1, world / mixer.num_kv_heads)  # every head once, or on world / K ranks
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -248,6 +250,7 @@ def test_a_pass_sends_two_sums_a_layer_one_for_the_embedding_and_gathers_the_log
 
 def test_the_communication_model_counts_the_same_messages() -> None:
     h100 = tbt.accelerators["h100"]
+    assert h100.link is not None
     whole, t = tbt.published["llama-3.1-405b"], 8
     seconds = tbt.cost.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
     sums, ring = 2 * 126 + 1, (t - 1) / t / h100.link.bandwidth

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import hypothesis
 import pytest
@@ -31,6 +31,11 @@ from hypothesis import strategies as st
 
 import tokenbytoken as tbt
 from tokenbytoken.layers.latent_attention import LatentAttention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Form = Literal["auto", "absorbed", "expanded"]
 
 TOLERANCE, MISS = 1e-4, 1e-2
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # n_shared_experts: 0
@@ -135,15 +140,15 @@ def clear_choice(reference: torch.nn.Module, tokens: torch.Tensor) -> torch.Tens
     return logits
 
 
-def in_form(model: tbt.Decoder, form: str) -> tbt.Decoder:
-    for layer in model.layers:
-        if isinstance(layer.mixer, LatentAttention):
-            layer.mixer.form = form
+def in_form(model: tbt.Decoder, form: Form) -> tbt.Decoder:
+    for mixer in model.mixers:
+        if isinstance(mixer, LatentAttention):
+            mixer.form = form
     return model
 
 
 def check(
-    data: st.DataObject, family: Callable[..., torch.nn.Module], config: dict[str, Any], seed: int, forms: Any
+    data: st.DataObject, family: Callable[..., PreTrainedModel], config: dict[str, Any], seed: int, forms: Any
 ) -> None:
     reference, model = pair(family, config, seed)
     batch, length = data.draw(st.integers(1, 2)), data.draw(st.integers(18, 28))
@@ -232,8 +237,9 @@ def test_left_padded_rows_of_random_deepseek_v3s_equal_their_solo_runs(data: st.
 
 def rescale(factor: Callable[[LatentAttention], float]) -> Callable[[tbt.Decoder], None]:
     def change(model: tbt.Decoder) -> None:
-        for layer in model.layers:
-            layer.mixer.scale *= factor(layer.mixer)
+        for mixer in model.mixers:
+            assert isinstance(mixer, LatentAttention)
+            mixer.scale *= factor(mixer)
 
     return change
 
@@ -247,7 +253,8 @@ def other_rotation(model: tbt.Decoder) -> None:
 
 def without_norm(model: tbt.Decoder) -> None:
     for layer in model.layers:
-        layer.mixer.kv_a_norm = torch.nn.Identity()
+        mixer: Any = layer.mixer
+        mixer.kv_a_norm = torch.nn.Identity()
 
 
 def mscale(mixer: Any) -> float:
@@ -267,7 +274,7 @@ WRONG: dict[str, Callable[[tbt.Decoder], None]] = {
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_variant_of_the_attention_is_caught(wrong: str, form: str) -> None:
+def test_a_wrong_variant_of_the_attention_is_caught(wrong: str, form: Form) -> None:
     reference, model = pair(deepseek_v3, {}, 0)
     tokens = random_tokens(1, 33)
     want = reference_logits(reference, tokens)

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,6 +27,9 @@ from tokenbytoken.decoder import Pass
 from tokenbytoken.layers.attention import Attention
 from tokenbytoken.layers.feed_forward import MoE
 from tokenbytoken.layers.mamba import Mamba, MambaState, selective_scan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE, MISS = 5e-5, 5e-3
 
@@ -76,7 +79,7 @@ def jambas(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-FAMILIES: dict[str, tuple[Callable[..., nn.Module], st.SearchStrategy[dict[str, Any]]]] = {
+FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], st.SearchStrategy[dict[str, Any]]]] = {
     "mamba": (mamba, mambas()),
     "jamba": (jamba, jambas()),
 }

@@ -253,14 +253,14 @@ def serving(
     [
         (lambda: Request(-1.0, (1,), 1), "arrival must be a number of at least 0, not -1.0"),
         (lambda: Request(math.nan, (1,), 1), "arrival must be a number of at least 0, not nan"),
-        (lambda: Request("now", (1,), 1), "arrival must be a number of at least 0, not 'now'"),
+        (lambda: Request("now", (1,), 1), "arrival must be a number of at least 0, not 'now'"),  # type: ignore[arg-type]
         (lambda: Request(0.0, (1,), True), "max_new_tokens must be a positive integer, not True"),
-        (lambda: Request(0.0, (1,), 2.0), "max_new_tokens must be a positive integer, not 2.0"),
+        (lambda: Request(0.0, (1,), 2.0), "max_new_tokens must be a positive integer, not 2.0"),  # type: ignore[arg-type]
         (lambda: queue([(1,)] * 2, True, rate=1.0, seed=0), "max_new_tokens must be a positive integer, not True"),
         (lambda: queue([(1,)] * 2, [2, True], rate=1.0, seed=0), "max_new_tokens must be a positive integer, not True"),
         (lambda: queue([(1,)], 1, rate=math.nan, seed=0), "rate must be a number above 0, not nan"),
         (lambda: continuous_batching(True), "max_batch must be a positive integer, not True"),
-        (lambda: chunked_prefill(1, 2.5), "token_budget must be a positive integer, not 2.5"),
+        (lambda: chunked_prefill(1, 2.5), "token_budget must be a positive integer, not 2.5"),  # type: ignore[arg-type]
         (lambda: Trace((), ()).summary(), "the trace holds no requests"),
         (lambda: Request(0.0, (), 1), "the prompt is empty"),
         (lambda: Request(0.0, (1,), 0), "max_new_tokens must be a positive integer, not 0"),
@@ -279,12 +279,13 @@ def test_bad_input_is_named(call: Callable[[], object], words: str) -> None:
 
 
 def test_integers_of_numpy_count_as_integers() -> None:
-    n = np.int64
+    n: Callable[[int], Any] = np.int64
     prompts = [(1, 2), (3,), (4, 5, 6)]
     for wanted in (2, [2, 1, 3]):
         kind = [n(w) for w in wanted] if isinstance(wanted, list) else n(wanted)
         assert queue(prompts, kind, rate=1.0, seed=0) == queue(prompts, wanted, rate=1.0, seed=0)
-    assert queue(prompts, np.array([2, 1, 3]), rate=1.0, seed=0) == queue(prompts, [2, 1, 3], rate=1.0, seed=0)
+    array: Any = np.array([2, 1, 3])
+    assert queue(prompts, array, rate=1.0, seed=0) == queue(prompts, [2, 1, 3], rate=1.0, seed=0)
     assert type(Request(0.0, (1,), n(2)).max_new_tokens) is int
     assert chunked_prefill(n(2), n(4)) == chunked_prefill(2, 4)
     blocks = BlockAllocator(n(4), n(2), n(10))
@@ -300,10 +301,12 @@ def test_a_run_that_takes_no_time_has_a_summary() -> None:
 
 def test_prompts_of_something_else_than_tokens_are_refused_before_any_pass(tmp_path: Path) -> None:
     model = ours(llama(), tmp_path)
+    bad: Any
     for bad in ((1.5,), "text"):
         with pytest.raises(ValueError, match="the prompt of request 1 must be a collection of token ids"):
             serving(Request(0.0, (1,), 1), Request(9.0, bad, 1), model=model)
-    requests = [Request(0.0, prompt, 3) for prompt in ((5, 6), np.array([5, 6]), torch.tensor([5, 6]))]
+    prompts: list[Any] = [(5, 6), np.array([5, 6]), torch.tensor([5, 6])]
+    requests = [Request(0.0, prompt, 3) for prompt in prompts]
     tokens = [record.tokens for record in serving(*requests, model=model).records]
     assert tokens == [tbt.generate(model, [5, 6], 3)] * 3
     ends = serving(requests[0], requests[1], model=model, eos_ids=iter([tokens[0][0]])).records
@@ -350,7 +353,8 @@ def test_every_sequence_reads_back_what_it_wrote(block_size: int, seed: int) -> 
     """Random life of many sequences, against plain lists."""
     draw = random.Random(seed)
     allocator = BlockAllocator(num_blocks=60, block_size=block_size, bytes_per_token=10)
-    pool, want, made, refused = Pool(allocator), {}, 0, 0
+    pool, made, refused = Pool(allocator), 0, 0
+    want: dict[str, list[Any]] = {}
     for step in range(600):
         action = draw.choice(("reserve", "append", "append", "append", "fork", "free"))
         name = draw.choice(sorted(want)) if want else ""
@@ -374,7 +378,7 @@ def test_every_sequence_reads_back_what_it_wrote(block_size: int, seed: int) -> 
         except ValueError as error:
             refused += 1
             assert "more blocks are needed" in str(error)  # noqa: PT017
-        assert {name: pool.read(name) for name in allocator.tables} == want
+        assert {name: pool.read(str(name)) for name in allocator.tables} == want
         held = [block for table in allocator.tables.values() for block in table]
         assert [held.count(block) for block in range(60)] == allocator.references
         assert len(set(held)) + allocator.free_blocks == 60

@@ -458,7 +458,7 @@ def test_launch_buttons_lead_somewhere(site: Path) -> None:
     """A Colab link names a stand-alone notebook that the published branch will hold; no address is invented."""
     sys.path.insert(0, str(ROOT / "book" / "_ext"))
     try:
-        import editions  # type: ignore[import-not-found]
+        import editions
     finally:
         sys.path.pop(0)
     slug = editions.repository(ROOT)

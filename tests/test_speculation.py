@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenbytoken as tbt
 from tokenbytoken.cost import expected_tokens
+from tokenbytoken.layers import Cache, MambaState
 from tokenbytoken.run import (
     Choose,
+    Draft,
     Guess,
     Propose,
     Round,
@@ -163,7 +165,7 @@ def test_greedy_tokens_are_those_of_generate(model: tbt.Decoder, models: dict[st
     prompt = prompt_of(length, seed=length)
     want = tbt.generate(model, prompt, 11)
     answer = prompt + want
-    drafts = {
+    drafts: dict[str, Draft | tbt.Decoder] = {
         "lookup": tbt.PromptLookup(),
         "one layer": tbt.first_layers(model, 1),
         "itself": tbt.DraftModel(model),
@@ -225,8 +227,8 @@ def test_c18_states_hold_the_accepted_tokens_and_nothing_else(
         def start(self, model: tbt.Decoder, max_length: int) -> Propose:
             return checked(self.draft.start(model, max_length))
 
-    def new_state(*arguments: Any) -> tbt.DecoderState:
-        states.append(tbt.Decoder.new_state(model, *arguments))
+    def new_state(batch_size: int, max_length: int, padding: Sequence[int] | Tensor | None = None) -> tbt.DecoderState:
+        states.append(tbt.Decoder.new_state(model, batch_size, max_length, padding))
         return states[-1]
 
     smalls = [tbt.first_layers(model, 1), models["mamba" if model is models["llama"] else "llama"]]
@@ -252,8 +254,8 @@ def test_a_state_after_rejections_equals_one_that_never_guessed(model: tbt.Decod
     answer = prompt + tbt.generate(model, prompt, 16)
     made: list[tbt.DecoderState] = []
 
-    def new_state(*arguments: Any) -> tbt.DecoderState:
-        made.append(tbt.Decoder.new_state(model, *arguments))
+    def new_state(batch_size: int, max_length: int, padding: Sequence[int] | Tensor | None = None) -> tbt.DecoderState:
+        made.append(tbt.Decoder.new_state(model, batch_size, max_length, padding))
         return made[-1]
 
     model.new_state = new_state  # type: ignore[method-assign]
@@ -266,10 +268,13 @@ def test_a_state_after_rejections_equals_one_that_never_guessed(model: tbt.Decod
     plain = model.new_state(1, state.max_length)
     model(torch.tensor([answer[: state.length]]), plain)
     for mine, theirs in zip(state.layers, plain.layers, strict=True):
-        if isinstance(mine, tbt.layers.mamba.MambaState):
+        if isinstance(mine, MambaState):
+            assert isinstance(theirs, MambaState)
             assert_close(mine.ssm, theirs.ssm)
             assert_close(mine.conv, theirs.conv)
         else:
+            assert isinstance(mine, Cache)
+            assert isinstance(theirs, Cache)
             for name in mine.parts:
                 assert_close(mine[name][..., : state.length, :], theirs[name][..., : state.length, :])
 
@@ -541,7 +546,8 @@ def test_a_distribution_is_that_of_each_row_whatever_axes_stand_before_it(settin
 
 
 def test_a_tensor_is_a_prompt_and_its_neighbours_are_untouched(models: dict[str, tbt.Decoder]) -> None:
-    model, prompt = models["llama"], torch.tensor([5, 6, 7])
+    model = models["llama"]
+    prompt: Any = torch.tensor([5, 6, 7])
     torch.manual_seed(3)
     before = torch.get_rng_state()
     got = tbt.speculate(model, prompt, 6, draft=tbt.first_layers(model, 1))
@@ -685,7 +691,8 @@ def test_the_same_seed_gives_the_same_tokens(models: dict[str, tbt.Decoder]) -> 
     assert runs[0] == runs[1]
     assert len(set(runs[1:])) == 4
     greedy = tbt.generate(model, [1, 2], 12)
-    for settings in ({"temperature": 1.5, "top_k": 1}, {"temperature": 2.0, "top_p": 0.0}):
+    choices: list[dict[str, Any]] = [{"temperature": 1.5, "top_k": 1}, {"temperature": 2.0, "top_p": 0.0}]
+    for settings in choices:
         assert tbt.speculate(model, [1, 2], 12, draft=draft, **settings).tokens == greedy
 
 
