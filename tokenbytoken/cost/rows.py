@@ -20,12 +20,11 @@ from .._numbers import positive, whole
 from .._table import Table, table
 from ..config import DecoderConfig, MixerConfig
 from ..models import AttentionShape, published
-from .fits import Footprint
 from .hardware import Accelerator, find_accelerator
+from .memory import Footprint, state_bytes
 from .parameters import weight_bytes
 from .placement import CacheLayout, Placement, footprint_on
 from .prediction import Prediction, predict
-from .state import state_bytes
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
 
@@ -227,7 +226,7 @@ def row(
         label = f"{found.name} {recipe}"
         label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'} cached" if kv_heads is not None else ""
         label += ", 1-byte cache" if state_bytes_per_element == 1 else ""
-        label += ", cache divided" if cache == "divided" else ""
+        label += f", cache by {cache}" if cache != "heads" else ""
     built = Row(
         config=found,
         accelerator=node,
@@ -252,7 +251,7 @@ def book() -> tuple[Row, ...]:
         row("llama-3.1-405b", recipe="fp8-ffn", state_bytes_per_element=1),
         row("deepseek-v3", recipe="fp8-block"),
         row("deepseek-v3", recipe="fp8-block", gpu="h200"),
-        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="divided"),
+        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="readers"),
         row("jamba-1.5-large", recipe="int8-experts"),
     )
 
