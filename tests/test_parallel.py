@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import tokenbytoken as tbt
 from tokenbytoken.__main__ import main
+from tokenbytoken.cost import ALL_REDUCES
 from tokenbytoken.run.parallel import deal_heads, shard
 
 HERE = Path(__file__).parent
@@ -250,9 +251,10 @@ def test_the_communication_model_counts_the_same_messages() -> None:
     h100 = tbt.accelerators["h100"]
     whole, t = tbt.published["llama-3.1-405b"], 8
     seconds = tbt.cost.communication_seconds(whole, h100, rows=4, gpus=t, logit_rows=4)
-    sums, ring = 2 * 126 + 1, (t - 1) / t / h100.link.bandwidth
-    want = (sums + 1) * h100.link.latency + (2 * sums * 16384 + 128_256) * 4 * 2 * ring
-    assert seconds == pytest.approx(want)
+    sums, size = 2 * 126 + 1, 4 * 2  # rows, bytes of a number
+    reduce = min(ALL_REDUCES[name](t, 16384 * size).seconds(h100.link) for name in ("one-shot", "two-shot", "switch"))
+    gather = h100.link.latency + 128_256 * size * (t - 1) / t / h100.link.bandwidth
+    assert seconds == pytest.approx(sums * reduce + gather)
     assert tbt.cost.links["nvlink"] == h100.link
     assert tbt.cost.links["network"] == h100.network
 

@@ -295,9 +295,9 @@ def prefill_crossing(config: Model, *, causal: bool = True) -> float:
     """Prompt length at which prefill attention costs as many FLOPs as everything else in the layers.
 
     That is 2 FLOPs a token for each number in a product, and what a recurrence costs; the embedding is looked up, and
-    the head meets one row of a prompt, so neither counts. Attention in a prompt of S tokens meets S^2 / 2 pairs, those that the causal
-    mask leaves, at 4 D FLOPs a query head; latent attention is counted in its expanded form, which is the cheaper
-    one here. ``causal=False`` counts the masked pairs as well, and gives half the length.
+    the head meets one row of a prompt, so neither counts. Attention in a prompt of S tokens meets S^2 / 2 pairs, those
+    that the causal mask leaves, at 4 D FLOPs a query head; latent attention is counted in its expanded form, which is
+    the cheaper one here. ``causal=False`` counts the masked pairs as well, and gives half the length.
     """
     profile = _profile(whole_decoder(config), "bf16")
     mixers = profile.layers

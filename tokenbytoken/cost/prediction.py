@@ -251,7 +251,7 @@ def launches(config: Model) -> int:
     experts together count as one.
     """
     decoder = whole_decoder(config)
-    started = sum(1 for w in decoder.weights() if w.role in STARTED)
+    started = sum(1 for w in decoder.weights() if w.role in STARTED) + decoder.tie_embeddings
     return started + sum(1 + (layer.feed_forward is not None) for layer in decoder.layers)
 
 

@@ -1,9 +1,9 @@
 """The book's running answer: does it fit, how long does one reader wait, how many readers at once?
 
 One node of eight GPUs; a reader pastes 131,072 tokens and wants 1,000 back. Each row asks the question of
-one model in one form. Nothing in it is typed in: weights and state are counted from the config, times
-come from the roofline, plus an assumed 10 µs and a ring over the links for each message between GPUs
-(:func:`tokenbytoken.cost.communication_seconds`). Activations are left out.
+one model in one form. Nothing in it is typed in: weights and state are counted from the config, times are floors, the
+roofline plus the messages between GPUs (:mod:`tokenbytoken.cost.messages`). ``readers`` counts weights and state
+alone; ``served`` sets aside what a server needs besides (:func:`tokenbytoken.cost.working_memory`, an estimate).
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
 131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
@@ -23,7 +23,7 @@ from ..models import AttentionShape, published
 from .hardware import Accelerator, find_accelerator
 from .memory import Footprint, state_bytes
 from .parameters import weight_bytes
-from .placement import CacheLayout, Placement, footprint_on
+from .placement import CacheLayout, Placement, footprint_on, working_memory_per_gpu
 from .prediction import Prediction, predict
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
@@ -46,12 +46,13 @@ class Row:
 
     ``kv_heads`` counts the heads in the *cache* alone: the weights stay those of the published model, as
     when the heads of a GQA checkpoint are repeated before they are cached. ``cache`` as in
-    :func:`tokenbytoken.cost.state_share`.
+    :class:`tokenbytoken.cost.Placement`, ``tensor_parallel`` too.
     """
 
     config: DecoderConfig
     accelerator: Accelerator
     gpus: int
+    tensor_parallel: int | None
     recipe: str
     context: int
     state_bytes_per_element: float
@@ -74,14 +75,19 @@ class Row:
         return state_bytes(self._cached, 1, self.context, self.state_bytes_per_element)
 
     @property
-    def _footprint(self) -> Footprint:
-        placement = Placement(
+    def _placement(self) -> Placement:
+        return Placement(
             gpus=self.gpus,
+            tensor_parallel=self.tensor_parallel,
             recipe=self.recipe,
             state_bytes_per_element=self.state_bytes_per_element,
             cache=self.cache,
         )
-        return replace(footprint_on(self._cached, placement), weights=self.weight_bytes / self.gpus)
+
+    @property
+    def _footprint(self) -> Footprint:
+        weights = footprint_on(self.config, self._placement).weights
+        return replace(footprint_on(self._cached, self._placement), weights=weights)
 
     @property
     def weights_fit(self) -> bool:
@@ -91,6 +97,14 @@ class Row:
     def readers(self) -> int:
         """Readers whose state fits on the node beside the weights."""
         return self._footprint.max_batch(self.accelerator.memory_bytes, self.context)
+
+    @property
+    def served(self) -> int | None:
+        """Readers beside whom a server still has its working memory, an estimate; None for a machine that is none."""
+        if self.accelerator.measured:
+            return None
+        working = working_memory_per_gpu(self.config, self.accelerator, self._placement).bytes
+        return self._footprint.max_batch(max(0, self.accelerator.memory_bytes - working), self.context)
 
     def prefill(self) -> Prediction:
         """The pass that reads the whole prompt; of causal attention only the pairs that count."""
@@ -110,6 +124,7 @@ class Row:
             context,
             new_tokens=new_tokens,
             gpus=self.gpus,
+            tensor_parallel=self.tensor_parallel,
             recipe=self.recipe,
             state_bytes_per_element=self.state_bytes_per_element,
             cache=self.cache,
@@ -133,6 +148,7 @@ class Row:
         depends = [f"{self.readers:,}", _seconds(self.first_token_seconds), _seconds(self.token_seconds)]
         if self.accelerator.measured:
             node, memory, *depends = "this machine", f"⟨{memory:>8}⟩", *(f"⟨{text:>9}⟩" for text in depends)
+        depends.insert(1, "-" if self.served is None else f"{self.served:,}")
         return [self.label, node, memory, _gigabytes(self.weight_bytes), _gigabytes(self.reader_bytes), *depends]
 
 
@@ -156,7 +172,7 @@ def _three_digits(value: float) -> str:
 
 
 _COLUMNS = {"": "", "node": ""} | dict.fromkeys(
-    ("memory", "weights", "a reader", "readers", "first token", "a token"), ">"
+    ("memory", "weights", "a reader", "readers", "served", "first token", "a token"), ">"
 )
 
 
@@ -169,7 +185,7 @@ class Ledger:
     def _table(self) -> Table:
         contexts = sorted({row.context for row in self.rows})
         title = " or ".join(f"{context:,}" for context in contexts) + " tokens in; state and times of one reader; "
-        title += "times: roofline plus messages between GPUs"
+        title += "times: floors"
         return table([row.cells() for row in self.rows], _COLUMNS, caption=title)
 
     def __str__(self) -> str:
@@ -196,6 +212,7 @@ def row(
     recipe: str = "bf16",
     gpu: Accelerator | str = "h100",
     gpus: int | None = None,
+    tensor_parallel: int | None = None,
     context: int = 131_072,
     state_bytes_per_element: float | None = None,
     kv_heads: int | None = None,
@@ -224,13 +241,14 @@ def row(
         kv_heads = whole("kv_heads", kv_heads)
     if label is None:
         label = f"{found.name} {recipe}"
-        label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'} cached" if kv_heads is not None else ""
+        label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'}" if kv_heads is not None else ""
         label += ", 1-byte cache" if state_bytes_per_element == 1 else ""
-        label += f", cache by {cache}" if cache != "heads" else ""
+        label += f", by {cache}" if cache != "heads" else ""
     built = Row(
         config=found,
         accelerator=node,
         gpus=(1 if node.measured else 8) if gpus is None else whole("gpus", gpus),
+        tensor_parallel=tensor_parallel,
         recipe=recipe,
         context=whole("context", context),
         state_bytes_per_element=positive("state_bytes_per_element", state_bytes_per_element),
@@ -252,6 +270,7 @@ def book() -> tuple[Row, ...]:
         row("deepseek-v3", recipe="fp8-block"),
         row("deepseek-v3", recipe="fp8-block", gpu="h200"),
         row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="readers"),
+        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="sequence"),
         row("jamba-1.5-large", recipe="int8-experts"),
     )
 
