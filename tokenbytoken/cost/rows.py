@@ -242,7 +242,7 @@ def row(
     if label is None:
         label = f"{found.name} {recipe}"
         label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'}" if kv_heads is not None else ""
-        label += ", 1-byte cache" if state_bytes_per_element == 1 else ""
+        label += ", 1 B cache" if state_bytes_per_element == 1 else ""
         label += f", by {cache}" if cache != "heads" else ""
     built = Row(
         config=found,
