@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import tokenbytoken as tbt
-from tokenbytoken.cost import Accelerator, Ledger, book, ledger, predict, row
+from tokenbytoken.cost import Accelerator, predict
+from tokenbytoken.world import Ledger, book, ledger, row, typical
 
 CONFIG = tbt.published["llama-3.1-405b"]
 
@@ -67,7 +68,11 @@ def test_text() -> None:
     assert len(lines) <= 12
     assert max(map(len, lines)) <= 120
     assert repr(ledger()) == text
-    assert "131,072 tokens in" in lines[0]
+    low, high = typical("lone decode")
+    assert lines[0] == (
+        "131,072 tokens in; state and times of one reader; "
+        f"times are floors (half of published tokens took {low} to {high} times that)"
+    )
     body = [re.split(r" {2,}", line.strip()) for line in lines[2:]]
     assert [cells[0] for cells in body] == [r.label for r in book()]
     assert [cells[5] for cells in body] == [f"{r.readers}" for r in book()]

@@ -100,34 +100,33 @@ def test_a_tree_rises_and_comes_down(gpus: int) -> None:
     assert sum(net.sent) / gpus == ALL_REDUCES["tree"](gpus, 4).bytes
 
 
-# Microseconds that others measured. Every floor lies below, none by more than the factor beside it.
+# Microseconds that others measured. One row gave the latency of a step: four GPUs and 16 KiB, which is not among them.
 PUBLISHED = [
-    # sgl-project/sglang, pull request 2904: eight H100, a kernel of its own. The first row gave the latency.
-    ("h100", 8, 2**17, 7.8, 1.3),
-    ("h100", 8, 2**20, 16.7, 1.3),
-    ("h100", 8, 2**22, 33.8, 1.7),
+    # sgl-project/sglang, pull request 2904: H100, a kernel of its own
+    *(("h100", 2, size, measured) for size, measured in ((2**11, 3.7), (2**14, 3.9), (2**20, 7.9), (2**22, 19.9))),
+    *(("h100", 4, size, measured) for size, measured in ((2**11, 4.8), (2**17, 4.8), (2**20, 13.9), (2**22, 31.1))),
+    *(("h100", 8, size, measured) for size, measured in ((2**11, 5.9), (2**14, 5.7), (2**20, 16.7), (2**22, 33.8))),
     # vLLM's kernel, there
-    ("h100", 8, 2**14, 9.3, 1.7),
-    ("h100", 8, 2**22, 45.0, 2.2),
+    ("h100", 8, 2**14, 9.3),
+    ("h100", 8, 2**22, 45.0),
     # stas00/ml-engineering, NCCL on eight H200 (bus bandwidth as time: 2 (t - 1) / t * size / bandwidth)
-    ("h200", 8, 2**15, 1.75 * 2**15 / 1.44e3, 7.0),
-    ("h200", 8, 2**24, 1.75 * 2**24 / 219.89e3, 3.0),
-    ("h200", 8, 2**34, 1.75 * 2**34 / 482.26e3, 1.5),
+    ("h200", 8, 2**15, 1.75 * 2**15 / 1.44e3),
+    ("h200", 8, 2**24, 1.75 * 2**24 / 219.89e3),
+    ("h200", 8, 2**34, 1.75 * 2**34 / 482.26e3),
     # the same, four nodes of eight B200
-    ("b200", 32, 2**24, 1.9375 * 2**24 / 64.43e3, 3.7),
-    ("b200", 32, 2**27, 1.9375 * 2**27 / 197.94e3, 2.6),
-    ("b200", 32, 2**34, 1.9375 * 2**34 / 381.80e3, 1.5),
+    ("b200", 32, 2**24, 1.9375 * 2**24 / 64.43e3),
+    ("b200", 32, 2**27, 1.9375 * 2**27 / 197.94e3),
+    ("b200", 32, 2**34, 1.9375 * 2**34 / 381.80e3),
     # eight A100
-    ("a100-80", 8, 2**34, 1.75 * 2**34 / 234.89e3, 1.3),
+    ("a100-80", 8, 2**34, 1.75 * 2**34 / 234.89e3),
 ]
 
 
-@pytest.mark.parametrize(("gpu", "gpus", "size", "measured", "factor"), PUBLISHED)
-def test_published_all_reduces_lie_above_their_floor(
-    gpu: str, gpus: int, size: int, measured: float, factor: float
-) -> None:
+@pytest.mark.parametrize(("gpu", "gpus", "size", "measured"), PUBLISHED)
+def test_published_all_reduces_lie_above_their_floor(gpu: str, gpus: int, size: int, measured: float) -> None:
     floor = 1e6 * all_reduce_seconds(size, gpus, gpu)
-    assert floor <= measured <= factor * floor
+    assert floor <= measured
+    assert size < 2**30 or measured < 1.5 * floor  # of the large ones the bytes explain most
 
 
 def test_the_ring_of_a_published_run() -> None:
@@ -139,21 +138,21 @@ def test_two_nodes_use_all_their_adapters() -> None:
     assert H100.network is not None
     size = 2**30
     seconds = all_reduce_seconds(size, 16, H100)
-    steps = 2 * 5.4e-6 + 2 * 16e-6
+    steps = 2 * 3.6e-6 + 2 * 16e-6
     # Between nodes each adapter sends an eighth, half of it out and half back; meanwhile NVLink moves 7/8 twice.
     assert seconds == pytest.approx(steps + max(size / 8 / 50e9, 2 * 7 / 8 * size / 450e9))
     assert seconds < size / 50e9 / 4  # one adapter alone would need as long as all eight messages
     # a message of 4 KiB takes the steps: two inside, two between (75 µs are reported, NVIDIA/nccl issue 1453)
     small = all_reduce_seconds(4096, 16, H100)
-    assert small == pytest.approx(2 * 5.4e-6 + 2 * 16e-6, rel=0.01)
+    assert small == pytest.approx(2 * 3.6e-6 + 2 * 16e-6, rel=0.01)
 
 
 def test_gathering_and_exchanging() -> None:
     assert H100.link is not None
     assert H100.network is not None
     size = 2**20
-    assert all_gather_seconds(size, 8, H100) == 5.4e-6 + 7 / 8 * size / 450e9
-    assert all_to_all_seconds(size, 8, H100) == 5.4e-6 + 7 / 8 * size / 450e9
+    assert all_gather_seconds(size, 8, H100) == 3.6e-6 + 7 / 8 * size / 450e9
+    assert all_to_all_seconds(size, 8, H100) == 3.6e-6 + 7 / 8 * size / 450e9
     assert all_to_all_seconds(size, 16, H100) == 16e-6 + 1 / 2 * size / 50e9
     # DeepEP on H800, 128 tokens of 7,168 numbers to 8 experts each: 192 and 194 µs over 128 and 256 GPUs, and twice
     # the bytes on the way back 369 and 360 (README at e0eaaf9)
@@ -223,7 +222,7 @@ def test_messages_of_each_layout() -> None:
     assert seconds(cache="readers") == pytest.approx(around + 61 * 2 * gather)
     queries, results = (all_gather_seconds(2 * rows * 128 * n, 8, H100) for n in (576, 514))
     assert seconds(cache="sequence") == pytest.approx(seconds(cache="heads") + 61 * (queries + results))
-    there, back = (all_to_all_seconds(rows / 8 * 8 * hidden * width, 8, H100) for width in (1, 2))
+    there, back = (all_to_all_seconds(rows / 8 * 8 * hidden * width, 8, H100, 8) for width in (1, 2))
     assert seconds(cache="readers", experts="whole") == pytest.approx(58 * (there + back))
 
 

@@ -29,6 +29,7 @@ from ..cost import (
     working_memory_per_gpu,
 )
 from ..models import AttentionShape, published
+from ..world import Kind, reached, rows_of, typical
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -97,6 +98,12 @@ def _working(working: WorkingMemory) -> str:
     return ", ".join(f"{name} {size / 1e9:,.2f} GB" for name, size in parts.items())
 
 
+def _others(kind: Kind) -> str:
+    (least, most), (low, high) = reached(kind), typical(kind)
+    rows = f"{len(rows_of(kind))} published rows ({kind})"
+    return f"{rows} took {least:g} to {most:g} times their floors, half of them {low:g} to {high:g}"
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Raises ValueError for bad input."""
     print(_report(arguments))
@@ -141,6 +148,7 @@ def _report(arguments: argparse.Namespace) -> str:
     if per_gpu.weights > memory:
         room = f"0 sequences: the weights alone need {_bytes(gpus * per_gpu.weights)}"
     share = "" if arguments.usable == 1 else f", {arguments.usable:.0%} of it usable"
+    many = gpus > gpu.gpus_per_node
     lines = [
         ("model", f"{config.name or arguments.model}, {config.num_layers} layers, weights as {arguments.recipe}"),
         ("on", f"{gpus} × {gpu.name}, {_bytes(gpu.memory_bytes)} each by the data sheet{share}"),
@@ -153,7 +161,9 @@ def _report(arguments: argparse.Namespace) -> str:
         ("", f"{served:,} sequences with working memory, {_bytes(working.bytes)} a GPU: {_working(working)}"),
         ("decode step", _pass(step)),
         ("", f"{step.tokens_per_second:,.1f} tokens/s over the batch, {step.cost.intensity:,.1f} FLOP/B"),
+        ("", _others("many nodes" if many else "lone decode" if batch == 1 else "batch decode")),
         ("prefill", _pass(prompt)),
+        ("", _others("prompt on many nodes" if many else "prompt")),
         ("", "both are floors: data-sheet rates plus messages, attention without masked pairs"),
     ]
     if config.max_positions is not None and context > config.max_positions:

@@ -34,13 +34,13 @@ from .placement import (
     ExpertLayout,
     Placement,
     communication_seconds,
+    footprint_on,
     footprint_per_gpu,
     state_share,
     working_memory_per_gpu,
 )  # fmt: skip
 from .prediction import PassTime, Prediction, launches, predict, roofline
 from .recipes import Recipe, recipes
-from .rows import Ledger, Row, book, ledger, row
 
 __all__ = [
     "ALL_REDUCES",
@@ -50,7 +50,6 @@ __all__ = [
     "ExpertLayout",
     "Footprint",
     "Launch",
-    "Ledger",
     "Link",
     "ParameterCount",
     "PassCost",
@@ -59,14 +58,12 @@ __all__ = [
     "Prediction",
     "Recipe",
     "RecurrentState",
-    "Row",
     "WorkingMemory",
     "accelerators",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
     "attention_intensity",
-    "book",
     "cache_crossing",
     "communication_seconds",
     "count_parameters",
@@ -75,9 +72,9 @@ __all__ = [
     "expected_tokens",
     "find_accelerator",
     "footprint",
+    "footprint_on",
     "footprint_per_gpu",
     "launches",
-    "ledger",
     "links",
     "max_batch",
     "max_context",
@@ -88,7 +85,6 @@ __all__ = [
     "recipes",
     "recurrent_state",
     "roofline",
-    "row",
     "state_bytes",
     "state_bytes_per_token",
     "state_share",

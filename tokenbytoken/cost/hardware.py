@@ -112,14 +112,14 @@ _SHEET = "dense peaks: github.com/stas00/ml-engineering, compute/accelerator (74
 _NETWORKS = "github.com/stas00/ml-engineering, network (0030e63), one direction"
 
 
-# One step takes 5.4 µs: a one-shot all-reduce of 16 KiB over eight H100 took 5.7, and its bytes alone 0.25
+# One step takes 3.6 µs: a one-shot all-reduce of 16 KiB over four H100 took 3.7, and its bytes alone 0.1
 # (github.com/sgl-project/sglang, pull request 2904). It is the fastest published, and assumed for all of NVLink.
-_STEP = "a step: sglang pull request 2904, 16 KiB over eight H100"
+_STEP = "a step: sglang pull request 2904, 16 KiB over four H100"
 
 
 def _nvlink(gigabytes_per_second: float, adds: bool) -> Link:
     return Link(
-        latency=5.4e-6, bandwidth=gigabytes_per_second * _GB, adds=adds, source=f"bandwidth: {_NETWORKS}; {_STEP}"
+        latency=3.6e-6, bandwidth=gigabytes_per_second * _GB, adds=adds, source=f"bandwidth: {_NETWORKS}; {_STEP}"
     )
 
 

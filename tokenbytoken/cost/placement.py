@@ -18,8 +18,8 @@ from .passes import bytes_in_parts
 from .recipes import recipe_named
 
 __all__ = [
-    "CacheLayout", "ExpertLayout", "Placement", "communication_seconds", "footprint_per_gpu", "state_share",
-    "working_memory_per_gpu",
+    "CacheLayout", "ExpertLayout", "Placement", "communication_seconds", "footprint_on", "footprint_per_gpu",
+    "state_share", "working_memory_per_gpu",
 ]  # fmt: skip
 
 CacheLayout = Literal["heads", "readers", "sequence"]
@@ -253,7 +253,7 @@ def message_seconds(
         elif used := max((w.used for w in layer.feed_forward.weights(hidden) if w.copies > 1), default=0):
             there = 1 if recipe_named(placement.recipe).fp8_products else bytes_per_element
             sent = rows / t * used * hidden
-            seconds += all_to_all_seconds(sent * there, t, gpu) + all_to_all_seconds(sent * bytes_per_element, t, gpu)
+            seconds += sum(all_to_all_seconds(sent * width, t, gpu, used) for width in (there, bytes_per_element))
         total += times * seconds
     return total + _handing_on(gpu, placement, rows * hidden * bytes_per_element)
 

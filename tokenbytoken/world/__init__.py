@@ -1,6 +1,7 @@
 """What other people's systems reached, held against the model of time. Nothing here needs torch.
 
 :mod:`tokenbytoken.world.measurements` is data: published figures, each with its source.
+:mod:`tokenbytoken.world.rows` is the book's ledger, which shows floors and how far above them others stayed.
 :mod:`tokenbytoken.world.floors` recomputes what the package says of the same system, and how far above it was measured.
 
 >>> low, high = reached("lone decode")
@@ -10,10 +11,12 @@ True
 
 from __future__ import annotations
 
-from .floors import binds, floor, launched, ratio, reached, room, rows_of, stored
+from .floors import binds, floor, launched, ratio, reached, room, rows_of, stored, typical
 from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Read, Room, Stored, measurements
+from .rows import Ledger, Row, book, ledger, row
 
 __all__ = [
-    "KINDS", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Room", "Stored", "binds", "floor",
-    "launched", "measurements", "ratio", "reached", "room", "rows_of", "stored",
+    "KINDS", "Kind", "Ledger", "Measurement", "Message", "Pass", "Rate", "Read", "Room", "Row", "Stored", "binds",
+    "book", "floor", "launched", "ledger", "measurements", "ratio", "reached", "room", "row", "rows_of", "stored",
+    "typical",
 ]  # fmt: skip

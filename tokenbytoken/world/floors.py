@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from ..cost import (
 from ..cost.prediction import Launched
 from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Room, Stored, measurements
 
-__all__ = ["binds", "floor", "launched", "ratio", "reached", "room", "rows_of", "stored"]
+__all__ = ["binds", "floor", "launched", "ratio", "reached", "room", "rows_of", "stored", "typical"]
 
 
 def rows_of(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[Measurement, ...]:
@@ -47,6 +48,15 @@ def reached(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[flo
     if not ratios:
         raise ValueError(f"no row of the kind {kind!r}")
     return _two_digits(min(ratios), math.floor), _two_digits(max(ratios), math.ceil)
+
+
+def typical(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[float, float]:
+    """The range of the middle half of the ratios of a kind, between their quartiles, to two digits."""
+    ratios = [ratio(row) for row in rows_of(kind, rows)]
+    if len(ratios) < 2:
+        raise ValueError(f"fewer than two rows of the kind {kind!r}")
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return _two_digits(low, round), _two_digits(high, round)
 
 
 def _two_digits(value: float, rounded: Callable[[float], int]) -> float:

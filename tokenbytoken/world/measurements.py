@@ -455,7 +455,7 @@ def _custom(what: str, size: int, times: Mapping[int, float]) -> Iterator[Messag
         )  # fmt: skip
 
 
-_STEP_ROW = ("all-reduce, SGLang", 16 * _KIB, 8)
+_STEP_ROW = ("all-reduce, SGLang", 16 * _KIB, 4)
 
 _MESSAGES: tuple[Message, ...] = (
     *(

@@ -19,12 +19,21 @@ from typing import Any
 from .._numbers import positive, whole
 from .._table import Table, table
 from ..config import DecoderConfig, MixerConfig
+from ..cost import (
+    Accelerator,
+    CacheLayout,
+    Footprint,
+    Placement,
+    Prediction,
+    find_accelerator,
+    footprint_on,
+    predict,
+    state_bytes,
+    weight_bytes,
+    working_memory_per_gpu,
+)
 from ..models import AttentionShape, published
-from .hardware import Accelerator, find_accelerator
-from .memory import Footprint, state_bytes
-from .parameters import weight_bytes
-from .placement import CacheLayout, Placement, footprint_on, working_memory_per_gpu
-from .prediction import Prediction, predict
+from .floors import typical
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
 
@@ -185,7 +194,10 @@ class Ledger:
     def _table(self) -> Table:
         contexts = sorted({row.context for row in self.rows})
         title = " or ".join(f"{context:,}" for context in contexts) + " tokens in; state and times of one reader; "
-        title += "times: floors"
+        title += "times are floors"
+        if not all(row.accelerator.measured for row in self.rows):
+            low, high = typical("lone decode")
+            title += f" (half of published tokens took {low:.1f} to {high:.1f} times that)"
         return table([row.cells() for row in self.rows], _COLUMNS, caption=title)
 
     def __str__(self) -> str:
