@@ -10,10 +10,24 @@ True
 
 from __future__ import annotations
 
-from .floors import binds, floor, launched, ratio, reached, room, rows_of, stored
-from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Read, Room, Stored, measurements
+from .floors import binds, floor, launched, middle, ratio, reached, room, rows_of, stored
+from .measurements import (
+    BEATEN,
+    KINDS,
+    MISSED,
+    Kind,
+    Measurement,
+    Message,
+    Pass,
+    Rate,
+    Read,
+    Reason,
+    Room,
+    Stored,
+    measurements,
+)  # fmt: skip
 
 __all__ = [
-    "KINDS", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Room", "Stored", "binds", "floor",
-    "launched", "measurements", "ratio", "reached", "room", "rows_of", "stored",
+    "BEATEN", "KINDS", "MISSED", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Reason", "Room", "Stored",
+    "binds", "floor", "launched", "measurements", "middle", "ratio", "reached", "room", "rows_of", "stored",
 ]  # fmt: skip
