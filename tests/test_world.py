@@ -11,7 +11,7 @@ import pytest
 
 from tokenbytoken import world
 from tokenbytoken.cost import Placement, footprint_per_gpu, working_memory_per_gpu
-from tokenbytoken.world import Measurement, Message, Pass, Rate, Room, Stored
+from tokenbytoken.world import Measurement, Message, Pass, Rate, Room
 
 TIMED = [row for row in world.measurements if isinstance(row, Pass | Message)]
 

@@ -477,7 +477,7 @@ _NCCL_NEW = "github.com/stas00/ml-engineering, network/benchmarks/README.md (0cc
 _QUEUED = "ten calls queued on the GPU, so that the host's time does not count"
 _SGLANG_AR = "github.com/sgl-project/sglang, pull request 2904, January 2025"
 #: DeepEP's first kernels for decoding reached every GPU by its network adapter, the neighbour in the node too.
-_BY_NETWORK = replace(_H800, name="H800", gpus_per_node=1)
+_BY_NETWORK = replace(_H800, name="H800 by network", gpus_per_node=1)
 
 
 def _sent(gpus: int, size: float, bus: float) -> float:
@@ -667,7 +667,7 @@ MISSED: dict[tuple[str, Kind], Reason] = {
     ("P51", "small computers"): "started",
     ("P52", "small computers"): "started",
     ("P11", "lone decode"): "host",
-    ("P12", "batch decode"): "host",
+    ("P12", "batch decode"): "started",
     ("P35", "many nodes"): "short messages",
     ("P43", "messages"): "short messages",
     ("P44", "messages"): "short messages",
