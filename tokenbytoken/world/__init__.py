@@ -11,12 +11,26 @@ True
 
 from __future__ import annotations
 
-from .floors import binds, floor, launched, ratio, reached, room, rows_of, stored, typical
-from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Read, Room, Stored, measurements
+from .floors import binds, floor, launched, middle, ratio, reached, room, rows_of, stored, typical
+from .measurements import (
+    BEATEN,
+    KINDS,
+    MISSED,
+    Kind,
+    Measurement,
+    Message,
+    Pass,
+    Rate,
+    Read,
+    Reason,
+    Room,
+    Stored,
+    measurements,
+)
 from .rows import Ledger, Row, book, ledger, row
 
 __all__ = [
-    "KINDS", "Kind", "Ledger", "Measurement", "Message", "Pass", "Rate", "Read", "Room", "Row", "Stored", "binds",
-    "book", "floor", "launched", "ledger", "measurements", "ratio", "reached", "room", "row", "rows_of", "stored",
-    "typical",
+    "BEATEN", "KINDS", "MISSED", "Kind", "Ledger", "Measurement", "Message", "Pass", "Rate", "Read", "Reason", "Room",
+    "Row", "Stored", "binds", "book", "floor", "launched", "ledger", "measurements", "middle", "ratio", "reached",
+    "room", "row", "rows_of", "stored", "typical",
 ]  # fmt: skip

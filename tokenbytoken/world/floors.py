@@ -28,21 +28,24 @@ from ..cost import (
 from ..cost.prediction import Launched
 from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Room, Stored, measurements
 
-__all__ = ["binds", "floor", "launched", "ratio", "reached", "room", "rows_of", "stored", "typical"]
+__all__ = ["binds", "floor", "launched", "middle", "ratio", "reached", "room", "rows_of", "stored", "typical"]
 
 
 def rows_of(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[Measurement, ...]:
-    """The rows of a kind, without those from which the package took a constant. ValueError for another kind."""
+    """The rows of a kind that count: not those that set a constant of the package, nor those put aside.
+
+    ValueError for another kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: one of {', '.join(KINDS)}")
-    return tuple(row for row in rows if row.kind == kind and not row.sets)
+    return tuple(row for row in rows if row.kind == kind and not row.sets and not row.aside)
 
 
 def reached(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[float, float]:
     """The least and the greatest :func:`ratio` of the rows of a kind, rounded outward to two digits.
 
     A floor of x seconds was measured, elsewhere, as something between ``low * x`` and ``high * x``.
-    Rows from which the package took a constant do not count. ValueError for a kind that has no rows.
+    Which rows count: :func:`rows_of`. ValueError for a kind that has none.
     """
     ratios = [ratio(row) for row in rows_of(kind, rows)]
     if not ratios:
@@ -57,6 +60,11 @@ def typical(kind: Kind, rows: Iterable[Measurement] = measurements) -> tuple[flo
         raise ValueError(f"fewer than two rows of the kind {kind!r}")
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return _two_digits(low, round), _two_digits(high, round)
+
+
+def middle(kind: Kind, rows: Iterable[Measurement] = measurements) -> float:
+    """The median :func:`ratio` of the rows of a kind: half of them lie below it."""
+    return statistics.median(ratio(row) for row in rows_of(kind, rows))
 
 
 def _two_digits(value: float, rounded: Callable[[float], int]) -> float:

@@ -19,7 +19,10 @@ from ..cost import Accelerator, CacheLayout, ExpertLayout, Link, accelerators
 from ..cost.messages import Algorithm
 from ..models import published
 
-__all__ = ["KINDS", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Room", "Stored", "measurements"]
+__all__ = [
+    "BEATEN", "KINDS", "MISSED", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Reason", "Room", "Stored",
+    "measurements",
+]  # fmt: skip
 
 Kind = Literal[
     "lone decode", "batch decode", "prompt", "many nodes", "prompt on many nodes", "small computers", "messages",
@@ -40,7 +43,8 @@ class Measurement:
 
     ``id``: the series it belongs to. ``read``: whether the publisher's own text was read ("primary"), an excerpt of
     it, another's account of it, or a value off a figure. ``sets``: the constant of the model of time that was taken
-    from this row, which therefore confirms nothing.
+    from this row, which therefore confirms nothing. ``aside``: why the row
+    stands in no range although it is computed.
     """
 
     id: str
@@ -51,6 +55,7 @@ class Measurement:
     read: Read = "primary"
     note: str = ""
     sets: str = ""
+    aside: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,7 @@ def _memory_only(name: str, gigabytes_per_second: float) -> Accelerator:
 
 _GPT_FAST = "github.com/meta-pytorch/gpt-fast, README.md (258ae2e)"
 _GPT_FAST_NOTE = "cards limited to 330 W; pairs of GPUs are linked unevenly (hybrid cube mesh); 5 tokens in, 200 out"
+_AMD_LONG = "github.com/dstackai/benchmarks, amd/tgi_vs_vllm (ac24b9d), one prompt"
 _MIXTRAL_FAST = "github.com/meta-pytorch/gpt-fast, README.md and mixtral-moe/README.md (258ae2e)"
 
 
@@ -207,7 +213,8 @@ _LONE: tuple[Pass, ...] = (
     ),
     Pass(
         "P11", "lone decode", "Llama 3 8B, bf16, vLLM 0.5.3", model="llama-3.1-8b", accelerator="h100", seconds=13e-3,
-        context=512, source="github.com/vllm-project/vllm-project.github.io, 2024-09-05-perf-update",
+        context=512, launched="graphed",
+        source="github.com/vllm-project/vllm-project.github.io, 2024-09-05-perf-update",
         note="about 13 ms, under light load, taken as one request; the post is about what the host does between steps",
     ),
     *(
@@ -221,15 +228,20 @@ _LONE: tuple[Pass, ...] = (
     ),
     *(
         Pass(
-            "P17", "lone decode", "Llama 3.1 405B, bf16, vLLM 0.6.3", model="llama-3.1-405b", accelerator=_MI300X,
-            gpus=8, seconds=seconds, context=1024 * thousands, source="github.com/dstackai/benchmarks, amd/tgi_vs_vllm",
+            "P17", "lone decode", f"Llama 3.1 405B, bf16, {software}", model="llama-3.1-405b", accelerator=_MI300X,
+            gpus=8, seconds=1e-3 * time, context=1000 * thousands, source=_AMD_LONG,
         )
-        for thousands, seconds in ((16, 73.06e-3), (32, 74.89e-3), (64, 79.79e-3), (128, 98.17e-3))
+        for software, times in (
+            ("vLLM 0.6.3", {16: 73.06, 32: 74.89, 64: 79.79, 128: 98.17}),
+            ("TGI", {16: 47.56, 32: 51.19, 64: 59.20, 128: 70.17}),
+        )
+        for thousands, time in times.items()
     ),
     Pass(
         "P37", "lone decode", "DeepSeek-R1, FP4, TensorRT-LLM", model="deepseek-v3", accelerator="b200", gpus=8,
-        seconds=1 / 111, context=2048, weight_sizes={"expert": 0.5 + 1 / 16, "feed_forward": 0.5 + 1 / 16, "": 2},
-        source="github.com/NVIDIA/TensorRT-LLM, tech_blog/blog1_Pushing_Latency_Boundaries (476ae55)",
+        seconds=1 / 111, context=2048, launched="graphed",
+        weight_sizes={"expert": 0.5 + 1 / 16, "feed_forward": 0.5 + 1 / 16, "": 2},
+        source="github.com/NVIDIA/TensorRT-LLM, tech_blog/blog1_Pushing_Latency_Boundaries (01c4ece)",
         note="without speculation; later versions with it 368 a second",
     ),
     *(
@@ -245,14 +257,15 @@ _LONE: tuple[Pass, ...] = (
 
 # --- Many requests on one node -----------------------------------------------------------------------
 
-_DSTACK = "github.com/dstackai/benchmarks, comparison/h100sxm5_vs_mi300x, csv_data (06c957a)"
+_DSTACK = "github.com/dstackai/benchmarks, comparison/h100sxm5_vs_mi300x, csv_data (85a2fe1)"
 
 _BATCH: tuple[Pass, ...] = (
     *(
         Pass(
             "P12", "batch decode", f"{label}, bf16, vLLM", model=model, accelerator="h200", gpus=gpus, batch_size=8,
-            context=96, seconds=seconds / 128, source="vLLM's performance benchmark, build 9515, late 2024",
-            read="excerpt", note="32 tokens in, 128 out; the prompt's pass is inside the time",
+            context=96, seconds=seconds / 128, launched="graphed", read="excerpt",
+            source="vLLM's performance benchmark, build 9515, late 2024",
+            note="32 tokens in, 128 out; the prompt's pass is inside the time",
         )
         for label, model, gpus, seconds in (
             ("Llama 3.1 8B", "llama-3.1-8b", 1, 833.4e-3),
@@ -274,7 +287,9 @@ _BATCH: tuple[Pass, ...] = (
             gpus=8, recipe="fp8-ffn", state_bytes_per_element=1, batch_size=batch, context=128 + 1024,
             seconds=seconds / 2048, source=_DSTACK, note="no graphs; 128 tokens in, 2,048 out",
         )
-        for batch, seconds in ((4, 67.79), (32, 81.62), (128, 131.64), (256, 227.29))
+        for batch, seconds in (
+            (4, 67.79), (8, 68.70), (16, 73.07), (32, 81.62), (64, 99.37), (128, 131.64), (256, 227.29),
+        )
     ),
     *(
         Pass(
@@ -296,6 +311,8 @@ _BATCH: tuple[Pass, ...] = (
 
 # --- Prompts -----------------------------------------------------------------------------------------
 
+_SLOWER = "the same file has other software that reads the same prompt on the same machine at least twice as fast"
+
 _PROMPTS: tuple[Pass, ...] = (
     Pass(
         "P10", "prompt", "Mixtral 8x7B, int8, TensorRT-LLM", model="mixtral-8x7b", accelerator="a100-80",
@@ -309,6 +326,17 @@ _PROMPTS: tuple[Pass, ...] = (
             note="precision not stated: FP8 assumed",
         )
         for tokens, seconds in ((5000, 406.77e-3), (500, 47.77e-3))
+    ),
+    *(
+        Pass(
+            "P17", "prompt", f"Llama 3.1 405B, bf16, {software}", model="llama-3.1-405b", accelerator=_MI300X,
+            gpus=8, seconds=1e-3 * time, new_tokens=1000 * thousands, source=_AMD_LONG, aside=aside,
+        )
+        for software, times, aside in (
+            ("vLLM 0.6.3", {16: 23828.07, 32: 66549.57, 64: 209674.58, 128: 734188.96}, _SLOWER),
+            ("TGI", {16: 5945.26, 32: 12485.37, 64: 28017.16, 128: 67651.38}, ""),
+        )
+        for thousands, time in times.items()
     ),
     *(
         Pass(
@@ -326,18 +354,22 @@ _PROMPTS: tuple[Pass, ...] = (
 
 # --- Several nodes -----------------------------------------------------------------------------------
 
+_VLLM_WIDE = "github.com/vllm-project/vllm-project.github.io, 2025-12-17-large-scale-serving (341df86)"
 _SGLANG_EP = "github.com/lm-sys/lm-sys.github.io, blog/2025-05-05-large-scale-ep.md (2db4e40)"
+
+_PROFILE = "a profile with the load of experts made even; two halves of the batch take turns"
 
 
 def _spread(
     id: str, kind: Kind, what: str, accelerator: str | Accelerator, gpus: int, per_gpu: int, seconds: float,
     *, source: str, read: Read = "primary", note: str = "", context: int = 0, new_tokens: int = 1,
+    launched: Literal["graphed"] | None = None,
 ) -> Pass:  # fmt: skip
     """DeepSeek-V3 with whole experts on each GPU, and ``per_gpu`` requests there."""
     return Pass(
         id, kind, what, model="deepseek-v3", accelerator=accelerator, gpus=gpus, recipe="fp8-block", cache="readers",
         experts="whole", batch_size=gpus * per_gpu, seconds=seconds, context=context, new_tokens=new_tokens,
-        source=source, read=read, note=note,
+        source=source, read=read, note=note, launched=launched,
     )  # fmt: skip
 
 
@@ -359,15 +391,16 @@ _NODES: tuple[Pass, ...] = (
     ),
     _spread(
         "P30", "many nodes", "DeepSeek-V3, FP8, DeepSeek", _H800, 128, 128, 128 * 8 / 18_598, context=4096,
-        source=f"github.com/deepseek-ai/profile-data (4496024); throughput: {_SGLANG_EP}",
+        source=f"github.com/deepseek-ai/profile-data (ae7fc07); throughput: {_SGLANG_EP}", note=_PROFILE,
     ),
     _spread(
         "P30", "prompt on many nodes", "DeepSeek-V3, FP8, DeepSeek", _H800, 32, 4, 4 * 4096 * 8 / 62_713,
-        new_tokens=4096, source=f"github.com/deepseek-ai/profile-data (4496024); throughput: {_SGLANG_EP}",
+        new_tokens=4096, source=f"github.com/deepseek-ai/profile-data (ae7fc07); throughput: {_SGLANG_EP}",
+        note=_PROFILE,
     ),
     _spread(
         "P31", "many nodes", "DeepSeek-V3, FP8, SGLang", "h100", 72, 256, 256 * 8 / 22_282, context=2000,
-        source=_SGLANG_EP,
+        source=_SGLANG_EP, launched="graphed",
     ),
     *(
         _spread(
@@ -379,16 +412,19 @@ _NODES: tuple[Pass, ...] = (
     *(
         _spread(
             "P33", "many nodes", "DeepSeek-R1, FP8, vLLM", "h200", gpus, 256, 256 / rate, context=3000,
-            source="vLLM's blog, 2025-12-17-large-scale-serving", read="figure",
-            note="2,000 tokens in, 2,000 out; prompts are read in the same time",
+            source=_VLLM_WIDE, read="figure",
+            note="2,000 tokens in, 2,000 out; the throughput of decoding",
         )
         for gpus, rate in ((32, 2190), (72, 2070), (96, 1970))
     ),
-    Pass(
-        "P35", "many nodes", "DeepSeek-R1, FP8, SGLang", model="deepseek-v3", accelerator="h100", gpus=16,
-        recipe="fp8-block", seconds=23.1e-3, context=1024,
-        source="github.com/tenstorrent/tt-inference-server, issue 356, July 2025", read="excerpt",
-        note="one request on two nodes; context not stated: 1,024 assumed",
+    *(
+        Pass(
+            "P35", "many nodes", "DeepSeek-R1, FP8, SGLang", model="deepseek-v3", accelerator="h100", gpus=16,
+            recipe="fp8-block", seconds=seconds, context=prompt + 64, launched="graphed",
+            source="github.com/tenstorrent/tt-inference-server, issue 356, July 2025", read="excerpt",
+            note="one request on two nodes, 128 tokens out",
+        )
+        for prompt, seconds in ((128, 23.1e-3), (4096, 23.7e-3), (8192, 24.0e-3))
     ),
 )  # fmt: skip
 
@@ -433,11 +469,15 @@ _SMALL: tuple[Pass, ...] = (
 # --- Messages ----------------------------------------------------------------------------------------
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
-_DEEPEP = "github.com/deepseek-ai/DeepEP, README.md (e0eaaf9), low-latency kernels"
+#: 128 tokens of each GPU go to 8 experts each: 7,168 numbers of one byte there, of two bytes back.
+_DISPATCHED = 128 * 8 * 7168
+_DEEPEP_NOTE = "kernels for decoding: 128 tokens a GPU, 8 experts each, 7,168 numbers"
 _NCCL = "github.com/stas00/ml-engineering, network/benchmarks (744d01e)"
+_NCCL_NEW = "github.com/stas00/ml-engineering, network/benchmarks/README.md (0cc3de5)"
+_QUEUED = "ten calls queued on the GPU, so that the host's time does not count"
 _SGLANG_AR = "github.com/sgl-project/sglang, pull request 2904, January 2025"
-#: DeepEP's kernels for decoding reach every GPU by its network adapter, the neighbour in the node too.
-_BY_NETWORK = replace(_H800, name="H800", gpus_per_node=1)
+#: DeepEP's first kernels for decoding reached every GPU by its network adapter, the neighbour in the node too.
+_BY_NETWORK = replace(_H800, name="H800 by network", gpus_per_node=1)
 
 
 def _sent(gpus: int, size: float, bus: float) -> float:
@@ -450,7 +490,7 @@ def _custom(what: str, size: int, times: Mapping[int, float]) -> Iterator[Messag
     for gpus, microseconds in times.items():
         yield Message(
             "P47", "messages", what, accelerator="h100", gpus=gpus, size=size, seconds=1e-6 * microseconds,
-            source=_SGLANG_AR, note="called from the host one by one, without a graph",
+            source=_SGLANG_AR, read="excerpt", note="called from the host one by one, without a graph",
             sets="latency of a step inside a node" if (what, size, gpus) == _STEP_ROW else "",
         )  # fmt: skip
 
@@ -458,25 +498,36 @@ def _custom(what: str, size: int, times: Mapping[int, float]) -> Iterator[Messag
 _STEP_ROW = ("all-reduce, SGLang", 16 * _KIB, 4)
 
 _MESSAGES: tuple[Message, ...] = (
+    Message(
+        "P43", "messages", "dispatch, DeepEP", accelerator=_BY_NETWORK, gpus=8, size=_DISPATCHED, seconds=163e-6,
+        collective="all-to-all", source="github.com/deepseek-ai/DeepEP, README.md (e0eaaf9)", note=_DEEPEP_NOTE,
+        sets="latency of a step between nodes",
+    ),
+    Message(
+        "P43", "messages", "combine, DeepEP", accelerator=_BY_NETWORK, gpus=8, size=2 * _DISPATCHED, seconds=318e-6,
+        collective="all-to-all", source="github.com/deepseek-ai/DeepEP, README.md (e0eaaf9)", note=_DEEPEP_NOTE,
+    ),
     *(
         Message(
-            "P43", "messages", f"{name}, DeepEP", accelerator=_BY_NETWORK, gpus=gpus,
-            size=128 * 8 * 7168 * width, seconds=1e-6 * time, collective="all-to-all", source=_DEEPEP,
-            note="128 tokens a GPU, 8 experts each, 7,168 numbers",
-            sets="latency of a step between nodes" if (name, gpus) == ("dispatch", 8) else "",
+            "P43", "messages", f"{name}, DeepEP", accelerator=_H800, gpus=gpus, size=size, seconds=1e-6 * time,
+            collective="all-to-all", source="github.com/deepseek-ai/DeepEP, docs/legacy.md (0297fc8)",
+            note=_DEEPEP_NOTE,
         )
-        for name, width, times in (
-            ("dispatch", 1, {8: 163, 128: 192, 256: 194}),
-            ("combine", 2, {8: 318, 128: 369, 256: 360}),
+        for name, size, times in (
+            ("dispatch", _DISPATCHED, {8: 77, 16: 118, 32: 155, 64: 173, 128: 192, 256: 194}),
+            ("combine", 2 * _DISPATCHED, {8: 114, 16: 195, 32: 273, 64: 314, 128: 369, 256: 360}),
         )
         for gpus, time in times.items()
     ),
     *(
         Message(
             "P44", "messages", "all-reduce, NCCL", accelerator="h200", gpus=8, size=size,
-            seconds=_sent(8, size, 1e9 * bus), source=_NCCL,
+            seconds=_sent(8, size, 1e9 * bus), source=_NCCL_NEW, note=_QUEUED,
         )
-        for size, bus in ((32 * _KIB, 1.44), (_MIB, 39.93), (16 * _MIB, 219.89), (16 * _GIB, 482.26))
+        for size, bus in (
+            (32 * _KIB, 3.15), (128 * _KIB, 12.46), (_MIB, 74.57), (16 * _MIB, 255.90), (128 * _MIB, 414.54),
+            (16 * _GIB, 482.25),
+        )
     ),
     Message(
         "P44", "messages", "all-reduce, NCCL, ring", accelerator="h200", gpus=8, size=16 * _GIB, algorithm="ring",
@@ -496,10 +547,11 @@ _MESSAGES: tuple[Message, ...] = (
     *(
         Message(
             "P46", "messages", "all-reduce, NCCL", accelerator="b200", gpus=32, size=size,
-            seconds=_sent(32, size, 1e9 * bus), source=_NCCL,
+            seconds=_sent(32, size, 1e9 * bus), source=_NCCL_NEW, note=_QUEUED,
         )
         for size, bus in (
-            (128 * _KIB, 0.45), (_MIB, 5.37), (16 * _MIB, 64.43), (128 * _MIB, 197.94), (16 * _GIB, 381.80),
+            (32 * _KIB, 0.65), (128 * _KIB, 2.35), (_MIB, 12.47), (16 * _MIB, 71.80), (128 * _MIB, 260.50),
+            (16 * _GIB, 376.71),
         )
     ),
     Message(
@@ -526,13 +578,11 @@ _MESSAGES: tuple[Message, ...] = (
 
 # --- Memory ------------------------------------------------------------------------------------------
 
-_VLLM_WIDE = "vLLM's blog, 2025-12-17-large-scale-serving"
-
 _ROOMS: tuple[Room, ...] = (
     Room(
         "P15", "memory", "Llama 3.1 405B, FP8, vLLM 0.6.3", model="llama-3.1-405b", accelerator="h100", gpus=8,
         recipe="fp8-ffn", tokens=32 * (128 + 2048), too_many=32 * (2048 + 2048), source=_DSTACK,
-        note="32 requests of 2,176 tokens run together; 32 of 4,096 take twice the time of 16",
+        note="32 requests of 2,176 tokens take the time of 16, 32 of 4,096 take 1.7 times that of 16",
     ),
     *(
         Room(
@@ -594,3 +644,43 @@ _RATES: tuple[Rate, ...] = (
 measurements: tuple[Measurement, ...] = (
     *_LONE, *_BATCH, *_PROMPTS, *_NODES, *_SMALL, *_MESSAGES, *_ROOMS, *_STORED, *_RATES,
 )  # fmt: skip
+
+# --- What is known of the far ones -------------------------------------------------------------------
+
+Reason = Literal["forwarded", "step", "started", "host", "short messages", "software", "unknown"]
+
+#: Why a floor was beaten, by series and kind.
+BEATEN: dict[tuple[str, Kind], Reason] = {
+    ("P30", "prompt on many nodes"): "forwarded",
+    ("P32", "prompt on many nodes"): "forwarded",
+    ("P47", "messages"): "step",
+}
+
+#: Why a floor was missed by more than twice, by series and kind.
+MISSED: dict[tuple[str, Kind], Reason] = {
+    ("P02", "lone decode"): "started",
+    ("P03", "lone decode"): "started",
+    ("P05", "lone decode"): "started",
+    ("P07", "lone decode"): "started",
+    ("P37", "lone decode"): "started",
+    ("P34", "batch decode"): "started",
+    ("P51", "small computers"): "started",
+    ("P52", "small computers"): "started",
+    ("P11", "lone decode"): "host",
+    ("P12", "batch decode"): "started",
+    ("P35", "many nodes"): "short messages",
+    ("P43", "messages"): "short messages",
+    ("P44", "messages"): "short messages",
+    ("P45", "messages"): "short messages",
+    ("P46", "messages"): "short messages",
+    ("P47", "messages"): "short messages",
+    ("P16", "batch decode"): "software",
+    ("P17", "lone decode"): "software",
+    ("P17", "prompt"): "software",
+    ("P06", "lone decode"): "unknown",
+    ("P39", "lone decode"): "unknown",
+    ("P36", "batch decode"): "unknown",
+    ("P10", "prompt"): "unknown",
+    ("P13", "prompt"): "unknown",
+    ("P27", "prompt on many nodes"): "unknown",
+}
