@@ -11,9 +11,9 @@ import pytest
 
 from tokenbytoken import world
 from tokenbytoken.cost import Placement, footprint_per_gpu, working_memory_per_gpu
-from tokenbytoken.world import Measurement, Message, Pass, Rate, Room
+from tokenbytoken.world import Measurement, Message, Rate, Room, Timed
 
-TIMED = [row for row in world.measurements if isinstance(row, Pass | Message)]
+TIMES = [row for row in world.measurements if isinstance(row, Timed | Message)]
 
 
 def name(row: object) -> str:
@@ -21,11 +21,11 @@ def name(row: object) -> str:
     return f"{row.id}-{row.what.replace(' ', '_')}"
 
 
-def rows(id: str, kind: str, chosen: Callable[[Pass], bool] = lambda row: True) -> list[Pass]:
-    return [row for row in TIMED if isinstance(row, Pass) and row.id == id and row.kind == kind and chosen(row)]
+def rows(id: str, kind: str, chosen: Callable[[Timed], bool] = lambda row: True) -> list[Timed]:
+    return [row for row in TIMES if isinstance(row, Timed) and row.id == id and row.kind == kind and chosen(row)]
 
 
-def one(id: str, kind: str, chosen: Callable[[Pass], bool] = lambda row: True) -> Pass:
+def one(id: str, kind: str, chosen: Callable[[Timed], bool] = lambda row: True) -> Timed:
     (row,) = rows(id, kind, chosen)
     return row
 
@@ -94,7 +94,7 @@ def test_four_bits_a_number() -> None:
     assert 1 / world.ratio(row) == pytest.approx(0.44, abs=0.005)  # the share of the bandwidth that is reached
 
 
-def name_of_machine(row: Pass) -> str:
+def name_of_machine(row: Timed) -> str:
     return row.accelerator if isinstance(row.accelerator, str) else row.accelerator.name
 
 
@@ -111,9 +111,9 @@ def test_a_prompt_is_bound_by_products() -> None:
 
 
 def test_a_ring_and_a_switch() -> None:
-    (ring,) = (row for row in TIMED if isinstance(row, Message) and row.algorithm == "ring")
+    (ring,) = (row for row in TIMES if isinstance(row, Message) and row.algorithm == "ring")
     assert world.floor(ring).seconds == pytest.approx(14 * 5.4e-6 + 2 * 7 / 8 * ring.size / 450e9)
-    (large,) = (row for row in TIMED if row.id == "P44" and row.seconds < ring.seconds and row.seconds > 0.05)
+    (large,) = (row for row in TIMES if row.id == "P44" and row.seconds < ring.seconds and row.seconds > 0.05)
     assert isinstance(large, Message)
     assert world.floor(large).seconds == pytest.approx(9 / 8 * large.size / 450e9, rel=1e-3)
     assert large.size / large.seconds * 2 * 7 / 8 == pytest.approx(482.25e9)
@@ -170,7 +170,7 @@ def test_rows_that_set_a_constant_or_stand_aside_are_in_no_range() -> None:
 def test_a_row_stands_aside_only_where_the_same_machine_did_it_in_half_the_time() -> None:
     for row in world.measurements:
         if row.aside:
-            assert isinstance(row, Pass)
+            assert isinstance(row, Timed)
             times = [other.seconds for other in rows(row.id, row.kind) if other.new_tokens == row.new_tokens]
             assert min(times) < row.seconds / 2
 
@@ -195,7 +195,7 @@ def test_a_range_of_nothing_is_refused() -> None:
 
 def test_no_floor_is_beaten_or_missed_by_more_than_twice_without_a_reason() -> None:
     found: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
-    for row in TIMED:
+    for row in TIMES:
         if not row.sets and not 1 <= world.ratio(row) <= 2:
             found[world.ratio(row) < 1].add((row.id, row.kind))
     assert found[True] == set(world.BEATEN)
@@ -203,8 +203,8 @@ def test_no_floor_is_beaten_or_missed_by_more_than_twice_without_a_reason() -> N
 
 
 def test_what_starting_the_operations_explains() -> None:
-    for row in TIMED:
-        if isinstance(row, Pass) and row.launched:
+    for row in TIMES:
+        if isinstance(row, Timed) and row.launched:
             better = world.launched(row)
             assert better is not None
             assert 1 < better < world.ratio(row)
