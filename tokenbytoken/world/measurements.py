@@ -321,7 +321,7 @@ _BATCH: tuple[Timed, ...] = (
 
 # --- Prompts -----------------------------------------------------------------------------------------
 
-_SLOWER = "the same file has other software that reads the same prompt on the same machine at least twice as fast"
+_SLOWER = "the same publisher has other software that reads the same prompt on the same machine at least twice as fast"
 
 _PROMPTS: tuple[Timed, ...] = (
     Timed(
