@@ -128,8 +128,8 @@ def _pcie(gigabytes_per_second: float) -> Link:
     return Link(latency=10e-6, bandwidth=gigabytes_per_second * _GB, source=source)
 
 
-#: 400 Gbit/s InfiniBand for each GPU. One step takes 16 µs: that is by how much an exchange between nodes of 128
-#: tokens a GPU took longer than its bytes (163 against 147 µs).
+#: 400 Gbit/s InfiniBand for each GPU. One step takes 16 µs: an exchange of 128 tokens a GPU took 163 µs, and all its
+#: bytes, of which some need not travel, take 147. So it is no more than what that kernel needed.
 _INFINIBAND = Link(latency=16e-6, bandwidth=50 * _GB, source="github.com/deepseek-ai/DeepEP (e0eaaf9), dispatch, EP8")
 
 #: Kernels that do nothing, on an H100, recorded as a graph: 1.3 µs each (hazyresearch.stanford.edu, "Look Ma, No

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 from .floors import binds, floor, launched, middle, ratio, reached, room, rows_of, stored, typical
 from .measurements import (
-    BEATEN,
     KINDS,
     MISSED,
     Kind,
     Measurement,
     Message,
-    Pass,
     Rate,
     Read,
     Reason,
     Room,
     Stored,
+    Timed,
     measurements,
 )
 from .rows import Ledger, Row, book, ledger, row
 
 __all__ = [
-    "BEATEN", "KINDS", "MISSED", "Kind", "Ledger", "Measurement", "Message", "Pass", "Rate", "Read", "Reason", "Room",
-    "Row", "Stored", "binds", "book", "floor", "launched", "ledger", "measurements", "middle", "ratio", "reached",
-    "room", "row", "rows_of", "stored", "typical",
+    "KINDS", "MISSED", "Kind", "Ledger", "Measurement", "Message", "Rate", "Read", "Reason", "Room",
+    "Row", "Stored", "Timed", "binds", "book", "floor", "launched", "ledger", "measurements", "middle", "ratio",
+    "reached", "room", "row", "rows_of", "stored", "typical",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from ..cost import (
     working_memory_per_gpu,
 )  # fmt: skip
 from ..cost.prediction import Launched
-from .measurements import KINDS, Kind, Measurement, Message, Pass, Rate, Room, Stored, measurements
+from .measurements import KINDS, Kind, Measurement, Message, Rate, Room, Stored, Timed, measurements
 
 __all__ = ["binds", "floor", "launched", "middle", "ratio", "reached", "room", "rows_of", "stored", "typical"]
 
@@ -75,11 +75,12 @@ def _two_digits(value: float, rounded: Callable[[float], int]) -> float:
 def ratio(row: Measurement) -> float:
     """How far the world is from the package: 1 is agreement, 2 is twice the time.
 
-    Seconds measured, for each second of the floor. For :class:`Room` what the package counts as free, for each token
-    or byte that was; for :class:`Stored` the bytes that were, for each one counted; for :class:`Rate` the rate of the
-    data sheet, for that reached.
+    Seconds measured, for each second of the floor. For a :class:`~tokenbytoken.world.measurements.Room` what the
+    package counts as free, for each token or byte that was; for what is
+    :class:`~tokenbytoken.world.measurements.Stored` the bytes that were, for each one counted; for a
+    :class:`~tokenbytoken.world.measurements.Rate` that of the data sheet, for the one reached.
     """
-    if isinstance(row, Pass | Message):
+    if isinstance(row, Timed | Message):
         return row.seconds / floor(row).seconds
     if isinstance(row, Room):
         return room(row) / (row.tokens or row.bytes or math.nan)
@@ -90,12 +91,12 @@ def ratio(row: Measurement) -> float:
     return (gpu.flops_at(row.dtype, math.inf) if row.dtype else gpu.bandwidth_at(0)) / row.per_second
 
 
-def binds(row: Pass | Message) -> str:
+def binds(row: Timed | Message) -> str:
     """The largest term of the floor."""
     return floor(row).binds
 
 
-def launched(row: Pass) -> float | None:
+def launched(row: Timed) -> float | None:
     """:func:`ratio` to the floor with what others measured for starting each operation; None where that is not known.
 
     It is known for NVIDIA's data-centre cards, and counted where the row says how its operations are started.
@@ -105,9 +106,9 @@ def launched(row: Pass) -> float | None:
     return row.seconds / _pass(row, row.launched).seconds
 
 
-def floor(row: Pass | Message) -> PassTime:
+def floor(row: Timed | Message) -> PassTime:
     """The least time that the package's model of time allows a row, from data sheets alone."""
-    return _pass(row) if isinstance(row, Pass) else _message(row)
+    return _pass(row) if isinstance(row, Timed) else _message(row)
 
 
 def _message(row: Message) -> PassTime:
@@ -118,7 +119,7 @@ def _message(row: Message) -> PassTime:
     return PassTime(memory_seconds=0.0, compute_seconds=0.0, communication_seconds=seconds)
 
 
-def _pass(row: Pass, started: Launched | None = None) -> PassTime:
+def _pass(row: Timed, started: Launched | None = None) -> PassTime:
     time = predict(
         row.config,
         row.accelerator,

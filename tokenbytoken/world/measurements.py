@@ -20,7 +20,17 @@ from ..cost.messages import Algorithm
 from ..models import published
 
 __all__ = [
-    "BEATEN", "KINDS", "MISSED", "Kind", "Measurement", "Message", "Pass", "Rate", "Read", "Reason", "Room", "Stored",
+    "KINDS",
+    "MISSED",
+    "Kind",
+    "Measurement",
+    "Message",
+    "Rate",
+    "Read",
+    "Reason",
+    "Room",
+    "Stored",
+    "Timed",
     "measurements",
 ]  # fmt: skip
 
@@ -43,8 +53,7 @@ class Measurement:
 
     ``id``: the series it belongs to. ``read``: whether the publisher's own text was read ("primary"), an excerpt of
     it, another's account of it, or a value off a figure. ``sets``: the constant of the model of time that was taken
-    from this row, which therefore confirms nothing. ``aside``: why the row
-    stands in no range although it is computed.
+    from this row, which therefore confirms nothing. ``aside``: why the row stands in no range although it is computed.
     """
 
     id: str
@@ -77,7 +86,7 @@ class _Placed(Measurement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass(_Placed):
+class Timed(_Placed):
     """Seconds of a pass of ``new_tokens`` tokens of each of ``batch_size`` requests, which saw ``context`` before.
 
     ``weight_sizes``: bytes a number of the weights, by role ("" for all others), where no recipe of the package
@@ -171,10 +180,10 @@ _MIXTRAL_FAST = "github.com/meta-pytorch/gpt-fast, README.md and mixtral-moe/REA
 
 def _gpt_fast(
     id: str, model: str, label: str, recipe: str, rates: Mapping[int, float], sizes: Mapping[str, float] | None = None
-) -> Iterator[Pass]:
+) -> Iterator[Timed]:
     """Tokens a second of one request, by number of GPUs."""
     for gpus, rate in rates.items():
-        yield Pass(
+        yield Timed(
             id, "lone decode", label, model=model, accelerator="a100-80", gpus=gpus, recipe=recipe, context=105,
             seconds=1 / rate, weight_sizes=sizes, launched="graphed", note=_GPT_FAST_NOTE,
             source=_MIXTRAL_FAST if "mixtral" in model else _GPT_FAST,
@@ -184,7 +193,7 @@ def _gpt_fast(
 #: Four bits a number, and for each 32 of them a scale and a zero of two bytes each.
 _INT4_32 = {"": 0.5 + 4 / 32}
 
-_LONE: tuple[Pass, ...] = (
+_LONE: tuple[Timed, ...] = (
     *_gpt_fast("P01", "llama-3.1-8b", "Llama 3.1 8B, bf16, gpt-fast", "bf16", {1: 93.89}),
     *_gpt_fast("P01b", "llama-3.1-8b", "Llama 3.1 8B, int8, gpt-fast", "int8", {1: 137.64}),
     *_gpt_fast("P02", "llama-2-7b", "Llama 2 7B, bf16, gpt-fast", "bf16", {1: 104.9}),
@@ -202,23 +211,23 @@ _LONE: tuple[Pass, ...] = (
     *_gpt_fast(
         "P07", "mixtral-8x7b", "Mixtral 8x7B, int8, gpt-fast", "int8", {1: 97.92, 2: 155.03, 4: 216.87, 8: 279.35}
     ),
-    Pass(
+    Timed(
         "P09", "lone decode", "Llama 3.3 70B, FP8, TensorRT-LLM", model="llama-3.1-70b", accelerator="h200",
         recipe="fp8-block", seconds=1 / 51.14, context=1024, source="NVIDIA's blog, December 2024, by cryptoflexs.com",
         read="second-hand", note="FP8 and a context of 1,024 assumed, neither is stated; with a draft, 181.74 a second",
     ),
-    Pass(
+    Timed(
         "P10", "lone decode", "Mixtral 8x7B, int8, TensorRT-LLM", model="mixtral-8x7b", accelerator="a100-80",
         recipe="int8", seconds=1 / 81, context=576, source="Baseten's blog, December 2023", read="excerpt",
     ),
-    Pass(
+    Timed(
         "P11", "lone decode", "Llama 3 8B, bf16, vLLM 0.5.3", model="llama-3.1-8b", accelerator="h100", seconds=13e-3,
         context=512, launched="graphed",
         source="github.com/vllm-project/vllm-project.github.io, 2024-09-05-perf-update",
         note="about 13 ms, under light load, taken as one request; the post is about what the host does between steps",
     ),
     *(
-        Pass(
+        Timed(
             "P13", "lone decode", "Llama 3.3 70B, FP8, NIM 1.8", model="llama-3.1-70b", accelerator="h100", gpus=2,
             recipe="fp8-block", seconds=seconds, context=context,
             source="docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance", read="excerpt",
@@ -227,7 +236,7 @@ _LONE: tuple[Pass, ...] = (
         for seconds, context in ((18.58e-3, 5250), (18.91e-3, 1500))
     ),
     *(
-        Pass(
+        Timed(
             "P17", "lone decode", f"Llama 3.1 405B, bf16, {software}", model="llama-3.1-405b", accelerator=_MI300X,
             gpus=8, seconds=1e-3 * time, context=1000 * thousands, source=_AMD_LONG,
         )
@@ -237,7 +246,7 @@ _LONE: tuple[Pass, ...] = (
         )
         for thousands, time in times.items()
     ),
-    Pass(
+    Timed(
         "P37", "lone decode", "DeepSeek-R1, FP4, TensorRT-LLM", model="deepseek-v3", accelerator="b200", gpus=8,
         seconds=1 / 111, context=2048, launched="graphed",
         weight_sizes={"expert": 0.5 + 1 / 16, "feed_forward": 0.5 + 1 / 16, "": 2},
@@ -245,7 +254,7 @@ _LONE: tuple[Pass, ...] = (
         note="without speculation; later versions with it 368 a second",
     ),
     *(
-        Pass(
+        Timed(
             "P39", "lone decode", "DeepSeek-V3, int4, vLLM", model="deepseek-v3", accelerator="h200", gpus=8,
             seconds=1 / rate, context=context, weight_sizes={"embedding": 2, "head": 2, "": 0.5},
             source="huggingface.co, QuixiAI/DeepSeek-V3-0324-AWQ, April 2025", read="excerpt",
@@ -259,9 +268,9 @@ _LONE: tuple[Pass, ...] = (
 
 _DSTACK = "github.com/dstackai/benchmarks, comparison/h100sxm5_vs_mi300x, csv_data (85a2fe1)"
 
-_BATCH: tuple[Pass, ...] = (
+_BATCH: tuple[Timed, ...] = (
     *(
-        Pass(
+        Timed(
             "P12", "batch decode", f"{label}, bf16, vLLM", model=model, accelerator="h200", gpus=gpus, batch_size=8,
             context=96, seconds=seconds / 128, launched="graphed", read="excerpt",
             source="vLLM's performance benchmark, build 9515, late 2024",
@@ -274,7 +283,7 @@ _BATCH: tuple[Pass, ...] = (
         )
     ),
     *(
-        Pass(
+        Timed(
             "P14", "batch decode", "Llama 3.1 405B, FP8, vLLM 0.6.3", model="llama-3.1-405b", accelerator="h100",
             gpus=8, recipe="fp8-ffn", batch_size=batch, context=128 + 1024, seconds=seconds / 2048, launched="graphed",
             source=_DSTACK, note="128 tokens in, 2,048 out; the prompt's pass is inside the time",
@@ -282,7 +291,7 @@ _BATCH: tuple[Pass, ...] = (
         for batch, seconds in ((4, 71.27), (8, 75.06), (16, 75.82), (32, 78.37))
     ),
     *(
-        Pass(
+        Timed(
             "P16", "batch decode", "Llama 3.1 405B, FP8, vLLM 0.6.4", model="llama-3.1-405b", accelerator=_MI300X,
             gpus=8, recipe="fp8-ffn", state_bytes_per_element=1, batch_size=batch, context=128 + 1024,
             seconds=seconds / 2048, source=_DSTACK, note="no graphs; 128 tokens in, 2,048 out",
@@ -292,7 +301,7 @@ _BATCH: tuple[Pass, ...] = (
         )
     ),
     *(
-        Pass(
+        Timed(
             "P34", "batch decode", "DeepSeek-R1, FP8, SGLang 0.5.7", model="deepseek-v3", accelerator="h200", gpus=8,
             recipe="fp8-block", batch_size=batch, context=1024 + 512, seconds=seconds, launched="graphed",
             source="github.com/SemiAnalysisAI/InferenceX, issue 870, March 2026", read="excerpt",
@@ -300,7 +309,7 @@ _BATCH: tuple[Pass, ...] = (
         )
         for batch, seconds in ((8, 12.8e-3), (16, 17.2e-3), (32, 25.6e-3), (64, 34.6e-3))
     ),
-    Pass(
+    Timed(
         "P36", "batch decode", "DeepSeek-R1, FP8, TensorRT-LLM", model="deepseek-v3", accelerator="h200", gpus=8,
         recipe="fp8-block", cache="readers", experts="whole", batch_size=8 * 128, context=1024 + 1024,
         seconds=8 * 128 / 11_489.27,
@@ -311,15 +320,15 @@ _BATCH: tuple[Pass, ...] = (
 
 # --- Prompts -----------------------------------------------------------------------------------------
 
-_SLOWER = "the same file has other software that reads the same prompt on the same machine at least twice as fast"
+_SLOWER = "the same publisher has other software that reads the same prompt on the same machine at least twice as fast"
 
-_PROMPTS: tuple[Pass, ...] = (
-    Pass(
+_PROMPTS: tuple[Timed, ...] = (
+    Timed(
         "P10", "prompt", "Mixtral 8x7B, int8, TensorRT-LLM", model="mixtral-8x7b", accelerator="a100-80",
         recipe="int8", seconds=127e-3, new_tokens=512, source="Baseten's blog, December 2023", read="excerpt",
     ),
     *(
-        Pass(
+        Timed(
             "P13", "prompt", "Llama 3.3 70B, FP8, NIM 1.8", model="llama-3.1-70b", accelerator="h100", gpus=2,
             recipe="fp8-block", seconds=seconds, new_tokens=tokens,
             source="docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance", read="excerpt",
@@ -328,7 +337,7 @@ _PROMPTS: tuple[Pass, ...] = (
         for tokens, seconds in ((5000, 406.77e-3), (500, 47.77e-3))
     ),
     *(
-        Pass(
+        Timed(
             "P17", "prompt", f"Llama 3.1 405B, bf16, {software}", model="llama-3.1-405b", accelerator=_MI300X,
             gpus=8, seconds=1e-3 * time, new_tokens=1000 * thousands, source=_AMD_LONG, aside=aside,
         )
@@ -339,7 +348,7 @@ _PROMPTS: tuple[Pass, ...] = (
         for thousands, time in times.items()
     ),
     *(
-        Pass(
+        Timed(
             "P26", "prompt", f"{label}, FP8, TensorRT-LLM", model=model, accelerator=_NVL32, gpus=32, recipe="fp8-all",
             seconds=seconds, new_tokens=tokens, source="NVIDIA's blog, September 2024, by machinedaily.ai",
             read="second-hand", note="32 GPUs on one switch; precision not stated: FP8 assumed",
@@ -364,22 +373,22 @@ def _spread(
     id: str, kind: Kind, what: str, accelerator: str | Accelerator, gpus: int, per_gpu: int, seconds: float,
     *, source: str, read: Read = "primary", note: str = "", context: int = 0, new_tokens: int = 1,
     launched: Literal["graphed"] | None = None,
-) -> Pass:  # fmt: skip
+) -> Timed:  # fmt: skip
     """DeepSeek-V3 with whole experts on each GPU, and ``per_gpu`` requests there."""
-    return Pass(
+    return Timed(
         id, kind, what, model="deepseek-v3", accelerator=accelerator, gpus=gpus, recipe="fp8-block", cache="readers",
         experts="whole", batch_size=gpus * per_gpu, seconds=seconds, context=context, new_tokens=new_tokens,
         source=source, read=read, note=note, launched=launched,
     )  # fmt: skip
 
 
-_NODES: tuple[Pass, ...] = (
-    Pass(
+_NODES: tuple[Timed, ...] = (
+    Timed(
         "P27", "prompt on many nodes", "Llama 3 405B, FP8, Meta", model="llama-3.1-405b", accelerator="h100", gpus=128,
         cache="sequence", recipe="fp8-ffn", seconds=77, new_tokens=1_000_000, own_messages=True,
         source="arXiv 2411.01783, abstract", note="context parallelism, whose messages overlap: not counted",
     ),
-    Pass(
+    Timed(
         "P27", "prompt on many nodes", "Llama 3 405B, FP8, Meta", model="llama-3.1-405b", accelerator="h100", gpus=128,
         cache="sequence", recipe="fp8-ffn", seconds=3.8, new_tokens=131_072, own_messages=True,
         source="arXiv 2411.01783, abstract", note="context parallelism, whose messages overlap: not counted",
@@ -418,7 +427,7 @@ _NODES: tuple[Pass, ...] = (
         for gpus, rate in ((32, 2190), (72, 2070), (96, 1970))
     ),
     *(
-        Pass(
+        Timed(
             "P35", "many nodes", "DeepSeek-R1, FP8, SGLang", model="deepseek-v3", accelerator="h100", gpus=16,
             recipe="fp8-block", seconds=seconds, context=prompt + 64, launched="graphed",
             source="github.com/tenstorrent/tt-inference-server, issue 356, July 2025", read="excerpt",
@@ -436,17 +445,17 @@ _APPLE = "github.com/ggml-org/llama.cpp, discussion 4167"
 _CUDA = "github.com/ggml-org/llama.cpp, discussion 15013"
 
 
-def _llama_cpp(id: str, source: str, machine: str | Accelerator, rates: tuple[float | None, ...]) -> Iterator[Pass]:
+def _llama_cpp(id: str, source: str, machine: str | Accelerator, rates: tuple[float | None, ...]) -> Iterator[Timed]:
     """Llama 2 7B, one request, 128 tokens: tokens a second with 16, 8 and 4 bits."""
     for name, sizes, rate in zip(("F16", "Q8_0", "Q4_0"), (_F16, _Q8_0, _Q4_0), rates, strict=True):
         if rate is not None:
-            yield Pass(
+            yield Timed(
                 id, "small computers", f"Llama 2 7B, {name}, llama.cpp", model="llama-2-7b", accelerator=machine,
                 seconds=1 / rate, context=64, weight_sizes=sizes, source=source, read="second-hand",
             )  # fmt: skip
 
 
-_SMALL: tuple[Pass, ...] = (
+_SMALL: tuple[Timed, ...] = (
     *_llama_cpp("P51", _APPLE, _memory_only("M1", 68), (None, 7.91, 14.15)),
     *_llama_cpp("P51", _APPLE, _memory_only("M2", 100), (6.72, 12.21, 21.91)),
     *_llama_cpp("P51", _APPLE, _memory_only("M4", 120), (7.43, 13.54, 24.11)),
@@ -647,14 +656,7 @@ measurements: tuple[Measurement, ...] = (
 
 # --- What is known of the far ones -------------------------------------------------------------------
 
-Reason = Literal["forwarded", "step", "started", "host", "short messages", "software", "unknown"]
-
-#: Why a floor was beaten, by series and kind.
-BEATEN: dict[tuple[str, Kind], Reason] = {
-    ("P30", "prompt on many nodes"): "forwarded",
-    ("P32", "prompt on many nodes"): "forwarded",
-    ("P47", "messages"): "step",
-}
+Reason = Literal["started", "host", "short messages", "software", "unknown"]
 
 #: Why a floor was missed by more than twice, by series and kind.
 MISSED: dict[tuple[str, Kind], Reason] = {
@@ -679,6 +681,7 @@ MISSED: dict[tuple[str, Kind], Reason] = {
     ("P17", "prompt"): "software",
     ("P06", "lone decode"): "unknown",
     ("P39", "lone decode"): "unknown",
+    ("P33", "many nodes"): "unknown",
     ("P36", "batch decode"): "unknown",
     ("P10", "prompt"): "unknown",
     ("P13", "prompt"): "unknown",
