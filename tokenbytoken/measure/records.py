@@ -61,7 +61,8 @@ def record(name: str, payload: Mapping[str, Any], *, command: str | None = None)
 def reference(name: str, gpu: str | None = None) -> dict[str, Any]:
     """A committed reference run: ``payload``, and ``device``, ``cpu``, ``torch``, ``date``, ``command`` …
 
-    That of the CPU, or of a ``gpu`` by the name that its driver gives it. Raises ValueError, naming those that exist, when there is none of this name.
+    That of the CPU, or of a ``gpu`` by the name that its driver gives it. Raises ValueError, naming those that exist,
+    when there is none of this name.
     """
     path = _record_path(name, gpu)
     if not path.is_file():
