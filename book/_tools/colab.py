@@ -81,13 +81,15 @@ class Citation:
 def read_citations(path: Path) -> dict[str, Citation]:
     if not path.exists():
         return {}
+    from pybtex.backends.plaintext import Backend  # type: ignore[import-untyped]
     from pybtex.database import parse_file  # type: ignore[import-untyped]
 
+    plain = Backend()  # once: by its name pybtex would look for it in every installed package, for every part of a name
     found = {}
     for key, entry in parse_file(str(path), bib_format="bibtex").entries.items():
         people = entry.persons.get("author") or entry.persons.get("editor") or []
         names = [
-            " ".join(part.render_as("text") for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people
+            " ".join(part.render(plain) for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people
         ]
         authors = " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
         fields = entry.fields
