@@ -92,7 +92,9 @@ class Mixer(Protocol):
     Pads stand on the left; no real row may depend on them, and what is returned for them must be finite.
     """
 
-    config: MixerConfig
+    @property
+    def config(self) -> MixerConfig:
+        """What it was built from."""
 
     def __call__(self, x: Tensor, step: Pass, state: Any = None) -> Tensor: ...
 

@@ -81,8 +81,8 @@ class Citation:
 def read_citations(path: Path) -> dict[str, Citation]:
     if not path.exists():
         return {}
-    from pybtex.backends.plaintext import Backend  # type: ignore[import-untyped]
-    from pybtex.database import parse_file  # type: ignore[import-untyped]
+    from pybtex.backends.plaintext import Backend
+    from pybtex.database import parse_file
 
     plain = Backend()  # once: by its name pybtex would look for it in every installed package, for every part of a name
     found = {}

@@ -8,25 +8,25 @@ import subprocess
 import sys
 import zipfile
 
-NEEDED = {}
+NEEDED = dict[str, str]()
 WEIGHTS = ""
 FOLDER = ""
 ARCHIVE = ""
 
 
-def installed(name):
+def installed(name: str) -> bool:
     try:
         return bool(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
-def install(*arguments):
+def install(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
     importlib.invalidate_caches()
 
 
-def unpack():
+def unpack() -> None:
     """The package beside the book's data, in a folder named after its content, so that no older copy is used."""
     folder = globals().setdefault("START", pathlib.Path.cwd()) / FOLDER
     zipfile.ZipFile(io.BytesIO(base64.b64decode(ARCHIVE))).extractall(folder)
@@ -36,7 +36,7 @@ def unpack():
     os.chdir(folder / "book")
 
 
-def describe():
+def describe() -> None:
     import torch
 
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}")

@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jupytext  # type: ignore[import-untyped]
+import jupytext
 import nbformat
-from jupytext.combine import combine_inputs_with_outputs  # type: ignore[import-untyped]
+from jupytext.combine import combine_inputs_with_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT = "md:myst"

@@ -122,7 +122,7 @@ def run(cure: str, seed: int, data: np.ndarray, test: np.ndarray, recipe: dict[s
         loss.backward()
         optimizer.step()
         if how == "bias":
-            bias += strength * (1 / len(share) - share).sign()
+            bias.add_(strength * (1 / len(share) - share).sign())
         recent.append(len(share) * share.max().item())
         if (step + 1) % 10 == 0:
             curve.append([step + 1, round(float(np.mean(recent)), 2)])

@@ -33,13 +33,15 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 def quicken(model: tbt.Decoder) -> None:
     """Give each Mamba mixer, latent attention and mixture of experts of the model the form below."""
     for layer in model.layers:
-        if hasattr(layer.mixer, "A_log") and COMPILER:
-            layer.mixer.forward = partial(mamba, layer.mixer)
-        if hasattr(layer.mixer, "kv_b_proj"):
-            layer.mixer.form = "expanded"
-            layer.mixer._expanded = partial(expanded, layer.mixer)
-        if hasattr(layer.feed_forward, "experts"):
-            layer.feed_forward.forward = partial(all_experts, layer.feed_forward)
+        mixer: Any = layer.mixer  # of any kind; and its methods are replaced
+        feed_forward: Any = layer.feed_forward
+        if hasattr(mixer, "A_log") and COMPILER:
+            mixer.forward = partial(mamba, mixer)
+        if hasattr(mixer, "kv_b_proj"):
+            mixer.form = "expanded"
+            mixer._expanded = partial(expanded, mixer)
+        if hasattr(feed_forward, "experts"):
+            feed_forward.forward = partial(all_experts, feed_forward)
 
 
 def expanded(mixer: Any, q_nope: Tensor, q_rope: Tensor, held: Tensor, padding: None) -> Tensor:

@@ -79,7 +79,8 @@ class KneserNey:
             self.top.append(Level(grams, counts, modified))
             if order > 1:
                 shorter = grams & np.uint64(256 ** (order - 1) - 1)
-                self.below.append(Level(*np.unique(shorter, return_counts=True), modified))
+                grams, counts = np.unique(shorter, return_counts=True)
+                self.below.append(Level(grams, counts, modified))
 
     def probabilities(self, grams: np.ndarray, order: int) -> np.ndarray:
         """Of the last byte of each packed n-gram (n,) of this order, given the bytes before it: (n,) float64."""

@@ -42,7 +42,8 @@ def drawn(seed: int = 14) -> tuple[dict[str, np.ndarray], np.ndarray]:
 def reference(weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """One pass of transformers' mixer over the whole sequence: (T, M)."""
     import transformers
-    from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
+    from transformers import MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
 
     transformers.logging.set_verbosity_error()
     config = MambaConfig(

@@ -21,6 +21,8 @@ from resumable import Record, asked_again
 from torch import Tensor
 
 import tokenbytoken as tbt
+from tokenbytoken.decoder import Layer
+from tokenbytoken.layers import Attention, SwiGLU
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "quantization.json"
@@ -38,7 +40,10 @@ def add_outlier(model: tbt.Decoder, power: int, channel: int = 0) -> None:
     """
     factor = 2.0**power
     for layer in model.layers:
+        assert isinstance(layer, Layer)
         attention, feed_forward = layer.mixer, layer.feed_forward
+        assert isinstance(attention, Attention)
+        assert isinstance(feed_forward, SwiGLU)
         K, D = attention.config.num_kv_heads, attention.config.head_dim
         group = attention.config.num_heads // K
         for norm, readers in (

@@ -36,10 +36,14 @@ def drawn(seed: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def routers() -> dict[str, nn.Module]:
     """In the published shapes, but for the hidden size, which is the number of experts."""
-    v2 = {"n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}
-    v3 = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
-    limited = {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "routed_scaling_factor": 16.0}
-    biased = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    v2: dict[str, Any] = {"n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}
+    v3: dict[str, Any] = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+    limited: dict[str, Any] = {
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 16.0,
+    }
+    biased: dict[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
     return {
         "mixtral": MixtralTopKRouter(MixtralConfig(hidden_size=8, num_local_experts=8, num_experts_per_tok=2)),
         "jamba": JambaTopKRouter(JambaConfig(hidden_size=16, num_experts=16, num_experts_per_tok=2)),
@@ -52,11 +56,12 @@ def routers() -> dict[str, nn.Module]:
 def record() -> dict[str, Any]:
     found: dict[str, Any] = {"transformers": transformers.__version__, "tokens": TOKENS, "routers": {}}
     for seed, (name, router) in enumerate(routers().items()):
-        experts = len(router.weight)
+        weight = router.get_parameter("weight")
+        experts = len(weight)
         logits, bias = drawn(seed, experts)
-        router.weight.copy_(torch.eye(experts))
+        weight.copy_(torch.eye(experts))
         if name == "deepseek-v3":
-            router.e_score_correction_bias.copy_(bias)
+            router.get_buffer("e_score_correction_bias").copy_(bias)
         _, weights, chosen = router(logits)
         order = chosen.argsort(dim=-1)  # transformers promises none
         found["routers"][name] = {

@@ -243,6 +243,7 @@ def train(hf: dict[str, Any], seed: int, data: np.ndarray, recipe: dict[str, Any
         nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
         optimizer.step()
         for router, load in zip(routers, loads, strict=True):
+            assert router.selection_bias is not None
             router.selection_bias.data.add_((load.mean() - load).sign_(), alpha=BIAS_STEP)
             load.zero_()
         recent.append(loss.item())

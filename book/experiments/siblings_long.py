@@ -43,6 +43,7 @@ from siblings import BIAS_STEP, SEEDS, SIBLINGS
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
+from tokenbytoken.layers.feed_forward import Router
 
 HERE = Path(__file__).resolve().parent
 RECIPE: dict[str, Any] = {
@@ -111,8 +112,8 @@ class Training:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=tuple(recipe["betas"]), fused=True)
-        self.routers = [m for m in self.model.modules() if getattr(m, "selection_bias", None) is not None]
-        self.loads = [torch.zeros(len(router.selection_bias)) for router in self.routers]
+        self.routers = [m for m in self.model.modules() if isinstance(m, Router) and m.selection_bias is not None]
+        self.loads = [torch.zeros(router.config.num_experts) for router in self.routers]
         for router, load in zip(self.routers, self.loads, strict=True):
             router.register_forward_hook(partial(siblings.count_choices, load))
 
@@ -128,6 +129,7 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe["clip"])
         self.optimizer.step()
         for router, load in zip(self.routers, self.loads, strict=True):
+            assert router.selection_bias is not None
             router.selection_bias.data.add_((load.mean() - load).sign_(), alpha=BIAS_STEP)
             load.zero_()
         self.step += 1

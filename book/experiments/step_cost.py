@@ -19,7 +19,8 @@ import torch
 from resumable import Record, asked_again
 
 import tokenbytoken as tbt
-from tokenbytoken.layers.mamba import selective_scan
+from tokenbytoken.layers.cache import Cache
+from tokenbytoken.layers.mamba import MambaState, selective_scan
 
 RECORD = Path(__file__).resolve().parent / "step_cost.json"
 DECODE = (16, 64, 256, 1024, 4096, 16384, 65536)
@@ -47,6 +48,7 @@ def step(model: tbt.Decoder, context: int) -> Callable[[], object]:
     """One more token for a sequence of ``context`` tokens, the newest included."""
     state = model.new_state(1, context)
     for layer in state.layers:
+        assert isinstance(layer, Cache | MambaState)
         for tensor in layer.tensors:
             tensor.uniform_()
     token = torch.full((1, 1), 5, device=tbt.measure.device())
@@ -65,7 +67,8 @@ def prompt(model: tbt.Decoder, tokens: int) -> Callable[[], object]:
 
 def scans(model: tbt.Decoder, tokens: int) -> Callable[[], object]:
     """The scans of all layers, on inputs of the same sizes."""
-    mixer = model.layers[0].mixer.config
+    mixer = model.mixers[0].config
+    assert isinstance(mixer, tbt.MambaConfig)
     I, N, where = mixer.inner_size, mixer.state_size, tbt.measure.device()
     x, delta = torch.randn(1, tokens, I, device=where), torch.full((1, tokens, I), 0.01, device=where)
     b, c = (torch.randn(1, tokens, N, device=where) for _ in range(2))

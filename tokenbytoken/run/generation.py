@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from operator import index
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -130,6 +130,18 @@ def generators_of(seed: int | None, count: int, device: torch.device) -> list[to
     return [torch.Generator(device).manual_seed(s) for s in torch.randint(2**62, (count,), generator=base).tolist()]
 
 
+@overload
+def generate(
+    model: Decoder, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = ..., top_k: int | None = ...,
+    top_p: float = ..., eos_ids: Collection[int] = ..., seed: int | None = ..., state: DecoderState | None = ...,
+    max_length: int | None = ...,
+) -> list[int]: ...  # fmt: skip
+@overload
+def generate(
+    model: Decoder, prompt: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = ...,
+    top_k: int | None = ..., top_p: float = ..., eos_ids: Collection[int] = ..., seed: int | None = ...,
+    state: DecoderState | None = ..., max_length: int | None = ...,
+) -> list[list[int]]: ...  # fmt: skip
 def generate(
     model: Decoder,
     prompt: Sequence[int] | Sequence[Sequence[int]],
