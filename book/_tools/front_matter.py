@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tokenbytoken as tbt
 from tokenbytoken.config import AttentionConfig, LatentAttentionConfig, MoEConfig
-from tokenbytoken.cost import Row
+from tokenbytoken.world import Row
 from tokenbytoken.page.plot import colors, faint, grid, ink, paper, tint
 
 BOOK = Path(__file__).resolve().parents[1]
