@@ -14,6 +14,9 @@ from ..config import DecoderConfig
 from ..decoder import Decoder
 from .gguf_file import open_gguf
 from .huggingface import open_directory, open_safetensors
+from .number_formats import known
+from .packed import Packed, Weights, fill_packed
+from .packed import WEIGHTS as FORMS
 from .quantized_layers import OneByteLayer
 from .tensors import Stored, fill, kept_dtype, match, usable_device, usable_dtype
 
@@ -54,6 +57,7 @@ def load(
     device: str | torch.device = "cpu",
     *,
     config: DecoderConfig | None = None,
+    weights: Weights = "float",
 ) -> Decoder:
     """A decoder with the weights of ``source``, ready to run (no gradients).
 
@@ -64,15 +68,20 @@ def load(
     missing, misshapen or unplaced tensor and for a config that cannot be represented.
     """
     path = find(source)
+    known("weights", weights, FORMS)
     if config is not None and not isinstance(config, DecoderConfig):
         raise ValueError(f"config must be a DecoderConfig, not {config!r}")
     if config is not None and (path / SAVED).exists():
+        if weights != "float":
+            raise ValueError(f"weights={weights!r} is for published checkpoints: {path.name}/ holds a saved model")
         return _load_saved(path / SAVED, config, dtype, usable_device(device))
     if config is not None and not path.is_dir():
         raise ValueError(f"{path.name} brings its own config: none can be handed in")
     config, tensors = open_directory(path, config=config) if config else open_source(source)
     with torch.device("meta"):
         model = Decoder(config)
+    if weights != "float":
+        return fill_packed(model, tensors, weights, dtype, usable_device(device)).eval()
     return fill(model, tensors, dtype, usable_device(device)).eval()
 
 
@@ -88,6 +97,8 @@ def save(model: Decoder, folder: str | Path) -> None:
 
     if any(isinstance(module, OneByteLayer) for module in model.modules()):
         raise ValueError("the model holds quantised layers: save the one that it was made of, and quantise that again")
+    if any(isinstance(module, Packed) for module in model.modules()):
+        raise ValueError("the model's weights are packed for this processor: save the one that load gives without that")
     if model.agree is not None:
         raise ValueError("the model is one rank's part: its tensors are not those of the config")
     tensors: dict[str, Tensor] = {}

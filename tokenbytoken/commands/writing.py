@@ -162,7 +162,7 @@ def _report(text: _Text, times: list[float]) -> str:
     line += f", then {(new - 1) / seconds:.1f} tokens/s; {state.nbytes_used:,} state bytes "
     if model.agree is not None:
         return line + "on rank 0"
-    size = model.embed.weight.element_size()
+    size = model.dtype.itemsize
     recipe = "fp32" if size == 4 else "bf16"
     moved = sum(
         pass_cost(model.config, 1, held, recipe=recipe, state_bytes_per_element=size).bytes
@@ -180,6 +180,6 @@ def _bandwidth(model: Decoder) -> float:
 
     from ..measure import timed
 
-    weight = torch.ones(40_000, 640, dtype=model.embed.weight.dtype, device=model.embed.weight.device)
+    weight = torch.ones(40_000, 640, dtype=model.dtype, device=model.device)
     x = weight[:1].clone()
     return weight.numel() * weight.element_size() / timed(lambda: F.linear(x, weight), device=weight.device).median

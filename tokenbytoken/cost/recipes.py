@@ -14,6 +14,19 @@ __all__ = ["BLOCK", "Recipe", "recipe_named", "recipes"]
 #: Rows and columns of a block with one scale (arXiv 2412.19437, 3.3.2).
 BLOCK = 128
 
+#: Numbers of a row with one scale and one zero where weights are packed in four bits: those of a block of GGUF's Q4_1.
+GROUP = 32
+
+
+def packs_four(rows: int, columns: int) -> bool:
+    """Whether PyTorch's product from four bits takes a weight (out, in), in groups of :data:`GROUP`."""
+    return rows % 16 == 0 and columns % GROUP == 0
+
+
+def packs_eight(columns: int) -> bool:
+    """Whether PyTorch's product from eight bits takes a weight of that inner width."""
+    return columns % 16 == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
