@@ -2,15 +2,16 @@
 
 Both are PyTorch's own, and both want activations in bfloat16 to be fast. How four bits are packed differs by the
 processor's instruction set, so packed bytes are made where they are used and never kept. What a kernel cannot take is
-known from the shape before it is called: on a CPU a wrong width does not raise in every one of them, it ends the process.
+known from the shape before it is called: on a CPU a wrong width does not always raise, it may end the process.
 
 Sources: PyTorch's ``aten/src/ATen/native/cpu/int4mm_kernel.cpp`` and ``int8mm_kernel.cpp``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,8 +61,9 @@ def _tiles(columns: int) -> int:
     return next((tiles for tiles in (8, 4, 2) if columns % (16 * tiles) == 0), 0)
 
 
-def has_kernel(bits: int, rows: int, columns: int, device: torch.device) -> bool:
-    """Whether a weight (rows, columns) can be multiplied packed in ``bits`` (4 or 8) on ``device``."""
+def has_kernel(bits: Literal[4, 8], shape: Sequence[int], device: torch.device) -> bool:
+    """Whether a weight of ``shape`` (…, out, in) can be multiplied packed in so many bits on ``device``."""
+    rows, columns = shape[-2:]
     if bits == 8:
         return packs_eight(columns) and _works(8, _kind(device))
     fits = packs_four(rows, columns) and (_kind(device) == "cpu" or _tiles(columns) > 0)

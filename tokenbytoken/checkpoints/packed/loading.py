@@ -10,13 +10,16 @@ from torch import nn
 
 from ...decoder import Decoder
 from ...layers.attention import Attention
-from ...layers.feed_forward import SwiGLU
+from ...layers.feed_forward import Experts, SwiGLU
+from ...layers.norm import RMSNorm
 from ..tensors import Blocks, Stored, fill, match, usable_dtype
 from .kernels import has_kernel
 from .layers import (
     EightBitEmbedding,
+    EightBitExperts,
     EightBitLinear,
     FourBitLinear,
+    LoneRowNorm,
     PackedAttention,
     PackedSwiGLU,
     rows_of_eight_bits,
@@ -35,13 +38,13 @@ class _Packer:
         self.readers, self.dtype, self.device = readers, dtype, device
 
     def four(self, *names: str) -> FourBitLinear | None:
-        """The weights of these names, one under the other, in four bits; None if one of them is not, or does not fit."""
+        """The weights of these names, one under the other, in four bits; None if one is not or does not fit."""
         read = []
         for name in names:
             stored = self.readers.get(f"{name}.weight")
             if stored is None or stored.blocks is None or f"{name}.bias" in self.readers:
                 return None
-            if not has_kernel(4, *stored.shape, self.device):
+            if not has_kernel(4, stored.shape, self.device):
                 return None
             read.append(stored.blocks)
         for name in names:
@@ -50,12 +53,15 @@ class _Packer:
         return FourBitLinear(Blocks(*(torch.cat(part).to(self.device) for part in parts)))
 
     def eight(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The weight of this name in rows of eight bits; None if it does not fit."""
-        stored = self.readers.get(f"{name}.weight")
-        if stored is None or not has_kernel(8, *stored.shape, self.device):
+        """The tensor of this name in rows of eight bits; None if it does not fit."""
+        stored = self.readers.get(name)
+        if stored is None or not has_kernel(8, stored.shape, self.device):
             return None
-        del self.readers[f"{name}.weight"]
-        return rows_of_eight_bits(stored.read(None).to(self.device, torch.float32))
+        del self.readers[name]
+        try:
+            return rows_of_eight_bits(stored.read(None).to(self.device, torch.float32))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def fill_packed(
@@ -72,16 +78,20 @@ def fill_packed(
     if weights == "packed" and not any(stored.blocks for stored in readers.values()):
         raise ValueError("no tensor of this source is stored in blocks of four bits: there is nothing to keep packed")
     packer = _Packer(readers, dtype, device)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, RMSNorm):
+            quick = LoneRowNorm(module.normalized_shape, eps=module.eps, device="meta")
+            model.set_submodule(name, quick)
     if weights == "packed":
         _four_bits(model, packer)
     else:
         _eight_bits(model, packer)
-    if (table := packer.eight("embed")) is not None:
-        model.embed = EightBitEmbedding(*table, dtype)
+    if (table := packer.eight("embed.weight")) is not None:
+        model.set_submodule("embed", EightBitEmbedding(*table, dtype))
         if tied:
-            model.head = EightBitLinear(*table)
-    if not tied and (rows := packer.eight("head")) is not None:
-        model.head = EightBitLinear(*rows)
+            model.set_submodule("head", EightBitLinear(*table))
+    if not tied and (rows := packer.eight("head.weight")) is not None:
+        model.set_submodule("head", EightBitLinear(*rows))
     return fill(model, readers.items(), dtype, device)
 
 
@@ -101,7 +111,11 @@ def _four_bits(model: Decoder, packer: _Packer) -> None:
 
 def _eight_bits(model: Decoder, packer: _Packer) -> None:
     for name, module in list(model.layers.named_modules(prefix="layers")):
-        if isinstance(module, nn.Linear) and (rows := packer.eight(name)):
+        if isinstance(module, Experts):
+            names = [leaf for leaf, _ in module.named_parameters()]
+            packed = {leaf: found for leaf in names if (found := packer.eight(f"{name}.{leaf}"))}
+            model.set_submodule(name, EightBitExperts(module, packed))
+        elif isinstance(module, nn.Linear) and (rows := packer.eight(f"{name}.weight")):
             bias = packer.readers.pop(f"{name}.bias", None)
             held = None if bias is None else bias.read(None).to(packer.device, packer.dtype)
             model.set_submodule(name, EightBitLinear(*rows, held))
