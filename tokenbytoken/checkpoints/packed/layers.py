@@ -82,7 +82,7 @@ class _PackedLinear(Packed):
         rows = x.numel() // self.in_features
         if rows >= EXPAND_ROWS or not rows:
             return F.linear(x, self.matrix(x.dtype), self.bias)
-        y = self.packed_product(x.reshape(rows, self.in_features).bfloat16())
+        y = self.packed_product(x.reshape(rows, self.in_features).bfloat16().contiguous())
         y = y.to(x).view(*x.shape[:-1], self.out_features)  # into its dtype
         return y if self.bias is None else y + self.bias
 
