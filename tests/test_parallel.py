@@ -314,7 +314,7 @@ def test_a_command_that_cannot_be_obeyed_ends_every_rank_with_one_message(result
 
 def test_torchrun_prints_on_rank_0_alone_what_one_process_prints(capsys: pytest.CaptureFixture) -> None:
     options = ["--prompt", "The tallest mountain on Earth is", "--max-new-tokens", "5"]
-    assert main(["generate", *options]) == 0
+    assert main(["generate", *options, "--weights", "float32"]) == 0
     one = capsys.readouterr().out
     two = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
