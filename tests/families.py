@@ -7,12 +7,26 @@ initialisation (0.02) real bugs nearly vanish. Logits then have a scale of about
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 import tokenbytoken as tbt
+from tokenbytoken.layers import Cache, MambaState
+
+if TYPE_CHECKING:
+    from transformers import (
+        DeepseekV2ForCausalLM,
+        DeepseekV3ForCausalLM,
+        JambaForCausalLM,
+        LlamaForCausalLM,
+        MambaForCausalLM,
+        MixtralForCausalLM,
+        PreTrainedModel,
+    )
+
+Network = TypeVar("Network", bound=nn.Module)
 
 T_LLAMA: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -44,7 +58,7 @@ T_JAMBA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def redraw(model: nn.Module, seed: int = 0) -> nn.Module:
+def redraw(model: Network, seed: int = 0) -> Network:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,21 +76,21 @@ def redraw(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def llama(seed: int = 0, **changes: Any) -> nn.Module:
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """A random LlamaForCausalLM in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return redraw(LlamaForCausalLM(LlamaConfig(**{**T_LLAMA, **changes})), seed)
 
 
-def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
+def deepseek_v3(seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
     """A random DeepseekV3ForCausalLM in float32, its router biases drawn as well."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     return redraw(DeepseekV3ForCausalLM(DeepseekV3Config(**{**T_DSV3, **changes})), seed)
 
 
-def deepseek_v2(seed: int = 0, **changes: Any) -> nn.Module:
+def deepseek_v2(seed: int = 0, **changes: Any) -> DeepseekV2ForCausalLM:
     """A random DeepseekV2ForCausalLM in float32: softmax scores, groups ranked by their best expert."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -84,28 +98,28 @@ def deepseek_v2(seed: int = 0, **changes: Any) -> nn.Module:
     return redraw(DeepseekV2ForCausalLM(DeepseekV2Config(**{**T_DSV3, **own, **changes})), seed)
 
 
-def mixtral(seed: int = 0, **changes: Any) -> nn.Module:
+def mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
     """A random MixtralForCausalLM in float32."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return redraw(MixtralForCausalLM(MixtralConfig(**{**T_MIXTRAL, **changes})), seed)
 
 
-def mamba(seed: int = 0, **changes: Any) -> nn.Module:
+def mamba(seed: int = 0, **changes: Any) -> MambaForCausalLM:
     """A random MambaForCausalLM in float32."""
     from transformers import MambaConfig, MambaForCausalLM
 
     return redraw(MambaForCausalLM(MambaConfig(**{**T_MAMBA, **changes})), seed)
 
 
-def jamba(seed: int = 0, **changes: Any) -> nn.Module:
+def jamba(seed: int = 0, **changes: Any) -> JambaForCausalLM:
     """A random JambaForCausalLM in float32."""
     from transformers import JambaConfig, JambaForCausalLM
 
     return redraw(JambaForCausalLM(JambaConfig(**{**T_JAMBA, **changes})), seed)
 
 
-def ours(reference: nn.Module, folder: Path, **save: Any) -> tbt.Decoder:
+def ours(reference: PreTrainedModel, folder: Path, **save: Any) -> tbt.Decoder:
     """The same weights in this project's decoder, by way of a checkpoint that transformers wrote."""
     reference.save_pretrained(folder, **save)
     return tbt.load(folder)
@@ -122,7 +136,18 @@ def random_tokens(batch: int, time: int, vocab: int = 97, seed: int = 0) -> torc
 
 def held_by(state: tbt.DecoderState) -> list[torch.Tensor]:
     """Every tensor of a state, of caches and of recurrent layers."""
-    return [tensor for layer in state.layers for tensor in layer.tensors]
+    held = []
+    for layer in state.layers:
+        assert isinstance(layer, Cache | MambaState)
+        held += layer.tensors
+    return held
+
+
+def caches_of(state: tbt.DecoderState) -> list[Cache]:
+    """What each layer keeps, in a state of caches alone."""
+    held = [layer for layer in state.layers if isinstance(layer, Cache)]
+    assert len(held) == len(state.layers)
+    return held
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float = 2e-5) -> None:

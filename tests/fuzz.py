@@ -6,16 +6,19 @@ import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from families import ours, random_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import tokenbytoken as tbt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Derandomised: the same configs on every machine and in every run, so that a red run can be repeated.
 fuzz = settings(
@@ -26,7 +29,9 @@ fuzz = settings(
 )
 
 
-def pair(family: Callable[..., nn.Module], config: dict[str, Any], seed: int) -> tuple[nn.Module, tbt.Decoder]:
+def pair(
+    family: Callable[..., PreTrainedModel], config: dict[str, Any], seed: int
+) -> tuple[PreTrainedModel, tbt.Decoder]:
     """The reference and this package's model, which read config and weights as transformers wrote them."""
     reference = family(seed, **config)
     with tempfile.TemporaryDirectory() as folder:

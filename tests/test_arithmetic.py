@@ -575,8 +575,9 @@ BAD_PASSES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_PASSES)
 def test_bad_passes_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"config": CONFIGS["smollm2-135m"], "batch_size": 1, "context": 0}
     with pytest.raises(ValueError, match=message):
-        pass_cost(**{"config": CONFIGS["smollm2-135m"], "batch_size": 1, "context": 0} | change)
+        pass_cost(**good | change)
 
 
 NOT_A_SIZE = [True, -1, math.nan, math.inf, 1.5, "1", None]
@@ -596,7 +597,8 @@ def test_sizes_of_a_wrong_kind_are_refused_by_name(config: DecoderConfig) -> Non
         for bad in NOT_A_SIZE:
             with pytest.raises(ValueError, match=f"^{name} must be "):
                 call(bad)
-    for no_config in ("llama-3.1-8b", None, {}):
+    no_configs: list[Any] = ["llama-3.1-8b", None, {}]
+    for no_config in no_configs:
         for call in (state_bytes, lambda c, *_: max_context(c, 1e12), lambda c, *_: prefill_crossing(c)):
             with pytest.raises(ValueError, match="the config must be a DecoderConfig, not"):
                 call(no_config, 1, 8)
@@ -620,12 +622,14 @@ def test_sizes_of_a_wrong_kind_are_refused_by_name(config: DecoderConfig) -> Non
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, torch.tensor])
 def test_integers_of_numpy_and_torch_count_as_integers(kind: Any) -> None:
     config = CONFIGS["llama-3.1-405b"]
-    got = state_bytes(config, kind(7), kind(100), np.float32(2))
+    width: Any = np.float32(2)
+    got = state_bytes(config, kind(7), kind(100), width)
     assert (type(got), got) == (int, state_bytes(config, 7, 100))
     assert pass_cost(config, kind(7), kind(100), kind(3)) == pass_cost(config, 7, 100, 3)
     assert max_batch(config, np.float64(1e13), kind(100)) == max_batch(config, 1e13, 100)
     # 32 bits of numpy would overflow here; a plain integer does not.
-    assert state_bytes(config, np.int32(2**20), np.int32(2**20)) == 2**40 * 516_096
+    large: Any = np.int32(2**20)
+    assert state_bytes(config, large, large) == 2**40 * 516_096
 
 
 # --- what fits, crossings, intensities ---------------------------------------------------------------

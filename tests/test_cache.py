@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tokenbytoken as tbt
 from tokenbytoken.checkpoints import OneByte
+from tokenbytoken.decoder import LayerState
 from tokenbytoken.layers.cache import PLAIN, Cache, Format
 
 FORMATS = ["e4m3", "e5m2", "int8"]
@@ -27,7 +28,7 @@ SHAPES = {
 RANK, ROPE = 200, 8
 
 
-def decoder(kind: str) -> Any:
+def decoder(kind: str) -> tbt.Decoder:
     return families.redraw(tbt.Decoder(tbt.DecoderConfig.from_hf(SHAPES[kind])))
 
 
@@ -37,7 +38,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(kind: str) -> Any:
+def model(kind: str) -> tbt.Decoder:
     return decoder(kind)
 
 
@@ -62,12 +63,13 @@ class Halves:
         return parts[0].to(dtype) + parts[1].to(dtype)
 
 
-SERIES = {"k": (2, 3, 9, 4), "v": (2, 3, 9, 6), "index": (2, 9, 5)}  # of one cache, with and without a head axis
+# Of one cache, with and without a head axis.
+SERIES: dict[str, tuple[int, ...]] = {"k": (2, 3, 9, 4), "v": (2, 3, 9, 6), "index": (2, 9, 5)}
 
 
 def filled(format: Format, tokens: int = 7, rows: int = 2, seed: int = 0) -> tuple[Cache, dict[str, Tensor]]:
     shapes = {name: (rows, *shape[1:]) for name, shape in SERIES.items()}
-    cache = Cache.empty(torch.float32, format=format, **shapes)
+    cache = Cache.empty(torch.float32, "cpu", format, **shapes)
     new = {
         name: normal(*shape[:-2], tokens, shape[-1], seed=seed + i) for i, (name, shape) in enumerate(shapes.items())
     }
@@ -85,14 +87,15 @@ def test_a_plain_cache_is_the_tensors_themselves_and_reading_copies_nothing() ->
         assert cache[name].shape == SERIES[name]
     assert cache.nbytes() == 4 * 2 * 9 * (3 * 4 + 3 * 6 + 5)
     assert cache.nbytes(2) * 9 == cache.nbytes() * 2
-    cache.rewind(cache.mark())
+    layer: LayerState = cache
+    layer.rewind(layer.mark())
     assert torch.equal(cache["k"][:, :, 7:], end["k"])
 
 
 @pytest.mark.parametrize("format", [PLAIN, Halves(), OneByte("int8", 4), OneByte("e4m3", 3, 1)], ids=str)
 def test_series_of_any_shape_and_format_are_cut_moved_and_joined(format: Format) -> None:
     cache, new = filled(format)
-    whole, parts = Cache.empty(torch.float32, format=format, **SERIES), []
+    whole, parts = Cache.empty(torch.float32, "cpu", format, **SERIES), []
     for start, end in ((0, 3), (3, 4), (4, 7)):
         parts = list(whole.append(start, **{name: x[..., start:end, :] for name, x in new.items()}))
     for name, read in zip(new, parts, strict=True):
@@ -144,7 +147,7 @@ def test_another_cache_is_another_decoder_on_the_same_weights(kind: str) -> None
     small = tbt.quantize_cache(model, "int8")
     assert model.kind == plain_kind
     assert small.kind != plain_kind
-    assert {layer.format for layer in model.new_state(1, 4).layers} == {PLAIN}
+    assert {cache.format for cache in families.caches_of(model.new_state(1, 4))} == {PLAIN}
     assert tbt.quantize_cache(small, None).kind == plain_kind
     assert small.kind == tbt.quantize_cache(model, "int8").kind  # formats are equal when their values are
     assert [p.data_ptr() for p in small.parameters()] == [p.data_ptr() for p in model.parameters()]
@@ -164,7 +167,7 @@ def test_weights_that_are_trained_stay_trainable_and_tied_ones_tied() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_one_byte_cache_holds_the_bytes_of_the_formula(model: Any, kind: str, format: str) -> None:
+def test_a_one_byte_cache_holds_the_bytes_of_the_formula(model: tbt.Decoder, kind: str, format: str) -> None:
     small = tbt.quantize_cache(model, format)
     state = small.new_state(3, 50)
     if kind == "heads":
@@ -199,8 +202,9 @@ def test_the_latent_cache_holds_torchs_own_casts_and_the_rotated_key_untouched(f
     plain, state = model.new_state(2, 12), small.new_state(2, 12)
     model(tokens, plain), small(tokens, state)
     # The first layer sees the same input in both; later ones already read rounded latents.
-    codes, scales, rotary_key = state.layers[0].parts["latent"]
-    read, want = (layer["latent"][:, :9] for layer in (state.layers[0], plain.layers[0]))
+    first, first_plain = families.caches_of(state)[0], families.caches_of(plain)[0]
+    codes, scales, rotary_key = first.parts["latent"]
+    read, want = (cache["latent"][:, :9] for cache in (first, first_plain))
     assert torch.equal(rotary_key[:, :9], want[..., RANK:])
     assert torch.equal(read[..., RANK:], want[..., RANK:])
     for tile, width in ((0, 128), (1, 72)):
@@ -215,14 +219,15 @@ def test_the_latent_cache_holds_torchs_own_casts_and_the_rotated_key_untouched(f
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_chunks_equal_the_whole_and_the_error_is_that_of_one_byte(model: Any, kind: str, format: str) -> None:
+def test_chunks_equal_the_whole_and_the_error_is_that_of_one_byte(model: tbt.Decoder, kind: str, format: str) -> None:
     tokens = families.random_tokens(2, 20)
     want = model(tokens)
     small = tbt.quantize_cache(model, format).double()  # in float32 a last bit moves a number to the next code
     logits = []
     for form in ("absorbed", "expanded") if kind == "latents" else ("",):
         for layer in small.layers if form else ():
-            layer.mixer.form = form
+            mixer: Any = layer.mixer
+            mixer.form = form
         logits.append(small(tokens, small.new_state(2, 20)))
         state = small.new_state(2, 20)
         parts = torch.cat([small(chunk, state) for chunk in tokens.split([5, 1, 7, 7], 1)], 1)
@@ -234,7 +239,7 @@ def test_chunks_equal_the_whole_and_the_error_is_that_of_one_byte(model: Any, ki
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_states_are_marked_copied_selected_joined_and_padded(model: Any, format: str) -> None:
+def test_states_are_marked_copied_selected_joined_and_padded(model: tbt.Decoder, format: str) -> None:
     small = tbt.quantize_cache(model, format).double()
     a, b, more = (families.random_tokens(*shape, seed=i) for i, shape in enumerate(((2, 6), (1, 9), (1, 3))))
     one, two = small.new_state(2, 16), small.new_state(1, 16)
@@ -253,10 +258,11 @@ def test_states_are_marked_copied_selected_joined_and_padded(model: Any, format:
     for i in (0, 1):
         families.assert_close(got[i : i + 1], want[i], 1e-9)
     families.assert_close(got[2:], small(more, two), 1e-9)
-    assert {parts[0].dtype for layer in joined.layers for parts in layer.parts.values()} == {DTYPES[format]}
+    held = families.caches_of(joined)
+    assert {parts[0].dtype for cache in held for parts in cache.parts.values()} == {DTYPES[format]}
 
 
-def test_a_state_is_refused_by_a_model_with_another_cache(model: Any) -> None:
+def test_a_state_is_refused_by_a_model_with_another_cache(model: tbt.Decoder) -> None:
     tokens = families.random_tokens(1, 4)
     models = {format: tbt.quantize_cache(model, format) for format in (None, *FORMATS)}
     states = {format: small.new_state(1, 8) for format, small in models.items()}
@@ -276,22 +282,25 @@ def test_a_state_is_refused_by_a_model_with_another_cache(model: Any) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("small", [tbt.quantize_model, tbt.quantize_as], ids=["linears", "recipe"])
-def test_a_quantised_model_keeps_the_cache_that_was_chosen(model: Any, format: str, small: Callable[..., Any]) -> None:
+def test_a_quantised_model_keeps_the_cache_that_was_chosen(
+    model: tbt.Decoder, format: str, small: Callable[..., tbt.Decoder]
+) -> None:
     one_byte = small(tbt.quantize_cache(model, format), "int8")  # torch does not pickle FP8
     again = pickle.loads(pickle.dumps(one_byte))
     prompts = families.random_tokens(2, 5).tolist()
     state = again.new_state(2, 12)
     batch = tbt.generate(again, prompts, 4, state=state)
-    assert {parts[0].dtype for layer in state.layers for parts in layer.parts.values()} == {DTYPES[format]}
+    assert {parts[0].dtype for cache in families.caches_of(state) for parts in cache.parts.values()} == {DTYPES[format]}
     assert batch == [tbt.generate(one_byte, prompt, 4) for prompt in prompts]
-    assert tbt.quantize_cache(one_byte, None).new_state(1, 4).layers[0].format == PLAIN
+    assert families.caches_of(tbt.quantize_cache(one_byte, None).new_state(1, 4))[0].format == PLAIN
 
 
 def test_a_hybrid_quantises_the_cache_of_its_attention_layers_alone() -> None:
     model = decoder("hybrid")
     small = tbt.quantize_cache(model, "int8")
     plain, state = model.new_state(2, 40), small.new_state(2, 40)
-    caches = [(a, b) for a, b in zip(plain.layers, state.layers, strict=True) if isinstance(a, Cache)]
+    pairs = zip(plain.layers, state.layers, strict=True)
+    caches = [(a, b) for a, b in pairs if isinstance(a, Cache) and isinstance(b, Cache)]
     assert [i for i, a in enumerate(plain.layers) if isinstance(a, Cache)] == [1, 4]
     assert [(a.format, b.format) for a, b in caches] == [(PLAIN, OneByte("int8", 8))] * 2
     attention = 2 * 2 * 2 * 2 * 40  # layers, keys and values, KV heads, rows, tokens

@@ -94,7 +94,7 @@ def test_what_is_no_number_is_refused(bad: object) -> None:
     for pair in ((bad, 1.0), (1.0, bad)):
         for compare in (close, caught):
             with pytest.raises(ValueError, match="only tensors, arrays, numbers"):
-                compare(*pair, 0, label="thing")
+                compare(pair[0], pair[1], 0, label="thing")
 
 
 def test_a_tolerance_is_relative() -> None:

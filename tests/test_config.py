@@ -28,6 +28,13 @@ MAMBA = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 40, "num_hidden
 MIXTRAL = {**LLAMA, "model_type": "mixtral"}
 
 
+def attention(config: tbt.DecoderConfig) -> AttentionConfig:
+    """The mixer of the first layer."""
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    return mixer
+
+
 def read(base: dict[str, Any], **changes: Any) -> tbt.DecoderConfig:
     merged = {**base, **changes}
     return tbt.DecoderConfig.from_hf({name: value for name, value in merged.items() if value != "absent"})
@@ -49,8 +56,8 @@ def test_llama_in_both_spellings() -> None:
         scaling=tbt.Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=8192),
     )  # fmt: skip
     assert new.layers[0].feed_forward == SwiGLUConfig(intermediate_size=96)
-    assert read(LLAMA, num_key_value_heads="absent").layers[0].mixer.num_kv_heads == 4  # MHA where nothing is said
-    assert read(LLAMA, head_dim=32).layers[0].mixer.head_dim == 32
+    assert attention(read(LLAMA, num_key_value_heads="absent")).num_kv_heads == 4  # MHA where nothing is said
+    assert attention(read(LLAMA, head_dim=32)).head_dim == 32
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "MixtralConfig", "DeepseekV2Config",
@@ -58,6 +65,7 @@ def test_llama_in_both_spellings() -> None:
 def test_what_transformers_writes_is_read(name: str) -> None:
     import transformers
 
+    given: dict[str, dict[str, Any]]
     given = {"MistralConfig": {"sliding_window": None}, "DeepseekV2Config": {"num_experts_per_tok": 6}}
     theirs = getattr(transformers, name)(**given.get(name, {}))
     config = tbt.DecoderConfig.from_hf(theirs.to_dict())
@@ -100,14 +108,20 @@ def test_c55_jamba_layers() -> None:
     assert attention == [4, 12, 20, 28]
     assert experts == list(range(1, 32, 2))
     assert sum(isinstance(layer.mixer, MambaConfig) for layer in config.layers) == 28
-    assert config.layers[4].mixer.rope is None  # C56: no rotation
-    assert config.layers[0].mixer.inner_norms
+    first, fifth = config.layers[0].mixer, config.layers[4].mixer
+    assert isinstance(fifth, AttentionConfig)
+    assert fifth.rope is None  # C56: no rotation
+    assert isinstance(first, MambaConfig)
+    assert first.inner_norms
 
 
 @pytest.mark.parametrize(("hidden", "rank"), [(32, 2), (40, 3), (4096, 256)])
 def test_c59_dt_rank_rounds_up(hidden: int, rank: int) -> None:
-    assert read(JAMBA, hidden_size=hidden, mamba_dt_rank="auto").layers[0].mixer.dt_rank == rank
-    assert read(MAMBA, hidden_size=hidden, time_step_rank="auto").layers[0].mixer.dt_rank == rank
+    jamba = read(JAMBA, hidden_size=hidden, mamba_dt_rank="auto")
+    for config in (jamba, read(MAMBA, hidden_size=hidden, time_step_rank="auto")):
+        mixer = config.layers[0].mixer
+        assert isinstance(mixer, MambaConfig)
+        assert mixer.dt_rank == rank
 
 
 REFUSED = [
@@ -202,8 +216,9 @@ def test_what_maps_nothing_is_no_config() -> None:
 def test_integers_of_numpy_become_plain_ones() -> None:
     config = read(LLAMA, vocab_size=np.int64(97), num_attention_heads=np.int32(4))
     assert config == read(LLAMA)
-    assert type(config.vocab_size) is type(config.layers[0].mixer.num_heads) is int
-    assert type(SwiGLUConfig(intermediate_size=np.int64(8)).intermediate_size) is int
+    assert type(config.vocab_size) is type(attention(config).num_heads) is int
+    eight: Any = np.int64(8)
+    assert type(SwiGLUConfig(intermediate_size=eight).intermediate_size) is int
     with pytest.raises(ValueError, match=r"SwiGLUConfig\.intermediate_size must be a positive integer, not True"):
         SwiGLUConfig(intermediate_size=True)
 

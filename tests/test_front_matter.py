@@ -26,15 +26,15 @@ def test_a_changed_number_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", [name for name in front_matter.FILES if name.endswith(".svg")])
 def test_drawings_are_sound(name: str) -> None:
     root = ET.fromstring((BOOK / name).read_text(encoding="utf-8"))
-    width, height = float(root.get("width")), float(root.get("height"))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
     for element in root.iter():
         kind = element.tag.rpartition("}")[2]
         if kind == "text":
-            assert int(element.get("font-size")) >= 17  # nine pixels on a phone of 360
-            assert 0 <= float(element.get("x")) <= width
-            assert 0 <= float(element.get("y")) <= height
+            assert int(element.attrib["font-size"]) >= 17  # nine pixels on a phone of 360
+            assert 0 <= float(element.attrib["x"]) <= width
+            assert 0 <= float(element.attrib["y"]) <= height
         if kind == "rect" and element.get("x"):
-            assert float(element.get("x")) + float(element.get("width")) <= width + 0.5
+            assert float(element.attrib["x"]) + float(element.attrib["width"]) <= width + 0.5
     assert "http" not in re.sub(r'xmlns="[^"]*"', "", (BOOK / name).read_text(encoding="utf-8"))
 
 

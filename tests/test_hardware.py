@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -232,9 +233,10 @@ def test_tensor_parallel_sends_two_all_reduces_a_layer() -> None:
     assert communication_seconds(config, gpu, 1) == 0
     # three all-reduces for a Mamba layer with a feed-forward, two for one without
     jamba, mamba = CONFIGS["jamba-1.5-large"], CONFIGS["mamba-2.8b"]
-    free = replace(gpu, link=replace(gpu.link, bandwidth=float("inf")))
-    assert communication_seconds(jamba, free, 1, gpus=8) == pytest.approx((9 * 2 + 63 * 3 + 2) * free.link.latency)
-    assert communication_seconds(mamba, free, 1, gpus=8) == pytest.approx((64 * 2 + 2) * free.link.latency)
+    link = replace(gpu.link, bandwidth=float("inf"))
+    free = replace(gpu, link=link)
+    assert communication_seconds(jamba, free, 1, gpus=8) == pytest.approx((9 * 2 + 63 * 3 + 2) * link.latency)
+    assert communication_seconds(mamba, free, 1, gpus=8) == pytest.approx((64 * 2 + 2) * link.latency)
 
 
 def test_groups_larger_than_a_node_run_at_the_pace_of_the_network() -> None:
@@ -429,7 +431,7 @@ def test_one_gpu_holds_what_the_closed_forms_say(name: str, batch: int, context:
     ],
 )
 def test_bad_predictions_are_refused(change: dict[str, Any], message: str) -> None:
-    good = {"config": CONFIGS["smollm2-135m"], "accelerator": "t4", "batch_size": 1, "context": 0}
+    good: dict[str, Any] = {"config": CONFIGS["smollm2-135m"], "accelerator": "t4", "batch_size": 1, "context": 0}
     with pytest.raises(ValueError, match=message):
         predict(**(good | change))
 
@@ -449,14 +451,16 @@ def test_more_pipeline_stages_than_layers_are_refused() -> None:
 
 def test_messages_of_a_wrong_size_are_refused() -> None:
     config = CONFIGS["llama-3.1-8b"]
-    for change, message in [
+    good: dict[str, Any] = {"config": config, "gpu": "h100", "rows": 1, "gpus": 8}
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"rows": 0}, "rows must be a positive integer, not 0"),
         ({"rows": True}, "rows must be a positive integer, not True"),
         ({"logit_rows": -1}, "logit_rows must be an integer of at least 0, not -1"),
         ({"bytes_per_element": math.nan}, "bytes_per_element must be a number above 0, not nan"),
-    ]:
+    ]
+    for change, message in refused:
         with pytest.raises(ValueError, match=message):
-            communication_seconds(**{"config": config, "gpu": "h100", "rows": 1, "gpus": 8, **change})
+            communication_seconds(**good | change)
     state_share(config, 1)
     for bad in (True, 0, 1.0):  # the good call first: `True` equals 1, and is not to be found in a cache of answers
         with pytest.raises(ValueError, match="tensor_parallel must be a positive integer"):
@@ -466,7 +470,8 @@ def test_messages_of_a_wrong_size_are_refused() -> None:
 
 
 def test_integers_of_numpy_count_as_integers() -> None:
-    config, n = CONFIGS["llama-3.1-8b"], np.int64
+    config = CONFIGS["llama-3.1-8b"]
+    n: Callable[[int], Any] = np.int64
     want = predict(config, "h100", 3, 1000, new_tokens=2, gpus=16, tensor_parallel=8, operations=9)
     got = predict(config, "h100", n(3), n(1000), new_tokens=n(2), gpus=n(16), tensor_parallel=n(8), operations=n(9))
     assert got == want

@@ -46,8 +46,9 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
                 for target in [node.module] if node.module else names:
                     yield target.split(".")[0], node.lineno, node in typing
             elif node.level == 0 and (node.module or "").split(".")[0] == "tokenbytoken":
-                for target in [node.module] if "." in str(node.module) else [f"tokenbytoken.{name}" for name in names]:
-                    yield str(target).split(".")[1], node.lineno, node in typing
+                module = node.module or ""
+                for target in [module] if "." in module else [f"tokenbytoken.{name}" for name in names]:
+                    yield target.split(".")[1], node.lineno, node in typing
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "tokenbytoken":

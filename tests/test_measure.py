@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ MARKED = re.compile(r"⟨[^⟨⟩\n]*⟩")
 def test_every_function_is_called_as_often_as_said() -> None:
     calls: list[str] = []
     times = measure.interleaved(
-        {name: lambda name=name: calls.append(name) for name in "abc"}, repeats=4, warmup=2, device="cpu"
+        {name: partial(calls.append, name) for name in "abc"}, repeats=4, warmup=2, device="cpu"
     )
     assert [calls.count(name) for name in "abc"] == [6, 6, 6]
     rounds = ["".join(calls[6 + 3 * r : 9 + 3 * r]) for r in range(4)]
@@ -80,6 +82,8 @@ def test_our_own_work_is_not_others() -> None:
         time.sleep(0.3)
     with computer.watching() as load:
         work()
+    assert load.cores is not None
+    assert idle.cores is not None
     assert load.cores < idle.cores + 0.8  # one whole core, were our own counted
 
 
@@ -162,7 +166,9 @@ def test_calibrate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes
     assert not shapes & {*map(torch.Size, calibration._LAYER), torch.Size(calibration._LARGE)}
 
-    def once(functions, *, repeats, warmup, device):  # what is asserted here holds of single runs, too
+    def once(
+        functions: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int, device: str | torch.device
+    ) -> dict[str, Timing]:  # what is asserted here holds of single runs, too
         return measure.interleaved(functions, repeats=1, warmup=0, device=device)
 
     monkeypatch.setattr(calibration, "interleaved", once)

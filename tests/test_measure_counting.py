@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,8 +20,10 @@ from tokenbytoken.layers.operations import rules
 from tokenbytoken.measure import count
 from tokenbytoken.measure.storage import Cover
 
+Mode = Callable[[], AbstractContextManager[None]]
 
-def torch_counts(fn) -> int:
+
+def torch_counts(fn: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as mode:
         fn()
     return mode.get_total_flops()
@@ -27,7 +32,7 @@ def torch_counts(fn) -> int:
 # --- FLOPs -------------------------------------------------------------------------------------------
 
 
-def products(device: str) -> dict[str, object]:
+def products(device: str) -> dict[str, Callable[[], torch.Tensor]]:
     def t(*shape: int) -> torch.Tensor:
         return torch.ones(shape, device=device)
 
@@ -49,7 +54,7 @@ def products(device: str) -> dict[str, object]:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", products("meta"))
-def test_products_as_torch_counts_them(name: str, device: str, mode) -> None:
+def test_products_as_torch_counts_them(name: str, device: str, mode: Mode) -> None:
     fn = products(device)[name]
     want = torch_counts(fn)
     with mode():
@@ -66,20 +71,20 @@ def test_vector_products() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", ["causal", "full", "masked", "grouped"])
-def test_attention_is_counted_full_on_every_device(kind: str, device: str, mode) -> None:
+def test_attention_is_counted_full_on_every_device(kind: str, device: str, mode: Mode) -> None:
     B, H, K, T, S, D, Dv = 2, 6, 3, 5, 7, 8, 4
     S = T if kind == "causal" else S
     heads = K if kind == "grouped" else H
     q = torch.zeros(B, H, T, D, device=device)
     k, v = torch.zeros(B, heads, S, D, device=device), torch.zeros(B, heads, S, Dv, device=device)
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "causal": {"is_causal": True},
         "full": {},
         "masked": {"attn_mask": torch.ones(T, S, dtype=torch.bool, device=device)},
         "grouped": {"enable_gqa": True},
-    }[kind]
+    }
     with mode():
-        counted = count(lambda: F.scaled_dot_product_attention(q, k, v, **options))
+        counted = count(lambda: F.scaled_dot_product_attention(q, k, v, **options[kind]))
     assert counted.flops == 2 * B * H * T * S * (D + Dv)
 
 
@@ -137,7 +142,7 @@ def test_context_and_call_agree() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_weights_are_read_once(device: str, mode) -> None:
+def test_weights_are_read_once(device: str, mode: Mode) -> None:
     w = nn.Parameter(torch.zeros(64, 32, device=device))
     x = torch.zeros(3, 32, device=device)
     with mode():
@@ -205,7 +210,7 @@ def test_state_read_before_written() -> None:
 @pytest.mark.parametrize("logits", ["all", "last"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_decoder_pass_is_what_the_closed_form_says(
-    device: str, batch: int, context: int, new: int, logits: str, tied: bool
+    device: str, batch: int, context: int, new: int, logits: Literal["all", "last"], tied: bool
 ) -> None:
     published = tbt.published["smollm2-135m"]
     config = dataclasses.replace(published, layers=published.layers[:2], vocab_size=1000, tie_embeddings=tied)

@@ -6,6 +6,8 @@ import io
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import matplotlib as mpl
 
@@ -14,6 +16,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tokenbytoken.page import plot
@@ -23,13 +26,13 @@ DARK_PAGES = ("#121212", "#14181E", "#202428", "#29313D")  # backgrounds and sur
 
 
 @pytest.fixture(autouse=True)
-def _clean():
+def _clean() -> Iterator[None]:
     with mpl.rc_context():
         yield
     plt.close("all")
 
 
-def png(fig) -> bytes:
+def png(fig: Figure) -> bytes:
     """As a notebook stores it: cropped, at the figure's own resolution and face colour."""
     from IPython.core.pylabtools import print_figure
 
@@ -80,9 +83,9 @@ def test_colour_is_never_the_only_cue() -> None:
 # --- Pictures ----------------------------------------------------------------------------------------
 
 
-def draw_series():
+def draw_series() -> Figure:
     fig, ax = plot.figure(height=3.4)
-    n = 2.0 ** np.arange(9)
+    n: Any = 2.0 ** np.arange(9)
     for i, name in enumerate(NAMES):
         plot.series(ax, n, 10 + n * (1 + i), name, label=name)
     ax.set(xscale="log", yscale="log", xlabel="tokens in a pass", ylabel="ms", title="Time of a pass")
@@ -91,7 +94,7 @@ def draw_series():
     return fig
 
 
-def draw_diagram():
+def draw_diagram() -> Figure:
     fig, ax = plot.canvas(height=2.6)
     x = plot.tensor(ax, 2, 12, 10, 8, "x", "(B, T, M)", name="llama")
     w = plot.tensor(ax, 22, 10, 12, 12, "W", "(F, M)", hatch="//")
@@ -101,7 +104,7 @@ def draw_diagram():
     return fig
 
 
-def draw_memory():
+def draw_memory() -> Figure:
     fig, ax = plot.figure(height=2.6)
     rows = {
         "MHA, bf16": [("weights", 812e9, "llama"), ("one reader", 1082e9, "reader")],
@@ -111,7 +114,7 @@ def draw_memory():
     return fig
 
 
-def draw_wide():
+def draw_wide() -> Figure:
     fig, axes = plot.figure("wide", 3.4, columns=2)
     for ax in axes:
         plot.series(ax, [1, 2], [3, 4], "jamba")
@@ -119,11 +122,11 @@ def draw_wide():
     return fig
 
 
-FIGURES = [draw_series, draw_diagram, draw_memory, draw_wide]
+FIGURES: list[Callable[[], Figure]] = [draw_series, draw_diagram, draw_memory, draw_wide]
 
 
 @pytest.mark.parametrize("draw", FIGURES)
-def test_a_stored_picture_is_opaque_paper_and_small(draw) -> None:
+def test_a_stored_picture_is_opaque_paper_and_small(draw: Callable[[], Figure]) -> None:
     data = png(draw())
     assert len(data) <= 150_000
     image = plt.imread(io.BytesIO(data))
@@ -136,7 +139,7 @@ def test_a_stored_picture_is_opaque_paper_and_small(draw) -> None:
 
 
 @pytest.mark.parametrize("draw", FIGURES)
-def test_every_word_is_ten_points_high_and_inside(draw) -> None:
+def test_every_word_is_ten_points_high_and_inside(draw: Callable[[], Figure]) -> None:
     fig = draw()
     fig.canvas.draw()
     axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
@@ -144,7 +147,7 @@ def test_every_word_is_ten_points_high_and_inside(draw) -> None:
     words = [t for t in fig.findobj(Text) if t.get_text().strip()]
     assert set(words) - ticks
     for text in words:
-        assert text.get_fontsize() >= 10, text.get_text()
+        assert float(text.get_fontsize()) >= 10, text.get_text()
         if text not in ticks:
             box = text.get_window_extent()
             assert fig.bbox.x0 <= box.x0 < box.x1 <= fig.bbox.x1, text.get_text()
@@ -157,7 +160,7 @@ def test_the_style_survives_other_libraries_defaults() -> None:
         assert mpl.colors.to_hex(fig.get_facecolor()).upper() == plot.paper
         assert mpl.colors.to_hex(ax.text(0, 0, "word").get_color()).upper() == plot.ink.upper()
     with pytest.raises(ValueError, match="width is 'text' or 'wide'"):
-        plot.figure("huge")
+        plot.figure("huge")  # type: ignore[arg-type]
 
 
 # --- To scale ----------------------------------------------------------------------------------------

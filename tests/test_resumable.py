@@ -60,7 +60,12 @@ def test_a_sweep_runs_only_the_cases_that_are_missing(tmp_path: Path, monkeypatc
     monkeypatch.setattr(scans, "costs", lambda device: {"call": 1e-6})
     seen: list[tuple[int, int]] = []
     measured = scans.case
-    monkeypatch.setattr(scans, "case", lambda T, I, device: (seen.append((T, I)), measured(T, I, device))[1])
+
+    def case(T: int, I: int, device: torch.device) -> dict[str, float]:
+        seen.append((T, I))
+        return measured(T, I, device)
+
+    monkeypatch.setattr(scans, "case", case)
     for grid in ([(8, 4)], [(8, 4), (16, 4)]):
         monkeypatch.setattr(scans, "GRID", grid)
         scans.main()

@@ -79,6 +79,8 @@ def test_llama3_table_equals_transformers(factor: float) -> None:
     want, amplitude = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     hf = {**config.to_dict(), "model_type": "llama"}
     mixer = tbt.DecoderConfig.from_hf(hf).layers[0].mixer
+    assert isinstance(mixer, tbt.AttentionConfig)
+    assert mixer.rope is not None
     assert amplitude == 1.0
     # transformers computes in float32 throughout; ours is float64, so agreement is to float32's last bits.
     assert torch.allclose(frequencies(mixer.rope).float(), want, rtol=2e-6)

@@ -48,6 +48,7 @@ class Decay(nn.Module):
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))  # kept, and no float
         self.register_buffer("rates", torch.linspace(0.1, 0.9, config.channels), persistent=False)  # computed, not kept
         self.rates: Tensor
+        self.steps: Tensor
 
     def new_state(self, batch_size: int, max_length: int, dtype: torch.dtype, device: torch.device) -> Cache:
         shape = (batch_size, max_length, self.config.channels)
@@ -86,9 +87,10 @@ TOKENS = families.random_tokens(2, 9)
 def test_a_saved_model_comes_back_with_its_config(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     model = families.redraw(tbt.Decoder(config))
-    for layer in model.layers:  # type: ignore[union-attr]
-        if isinstance(layer.mixer, Decay):
-            layer.mixer.steps += 7
+    for layer in model.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Decay):
+            mixer.steps += 7
     torch.manual_seed(3)
     drawn = torch.rand(2)
     torch.manual_seed(3)

@@ -15,7 +15,7 @@ from tokenbytoken.cost import footprint_per_gpu
 from tokenbytoken.models import published
 
 MODELS = [name for name, config in published.items() if isinstance(config, DecoderConfig)]
-N = {name: Symbol(name) for name in ("batch", "context", "new", "gpus", "parallel", "bytes")}
+N: dict[str, Any] = {name: Symbol(name) for name in ("batch", "context", "new", "gpus", "parallel", "bytes")}
 traced_like_direct = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 
@@ -71,20 +71,21 @@ def test_a_traced_prediction_is_the_prediction(
 def test_readers_and_state_are_traced_too() -> None:
     for name in ("llama-3.1-405b", "deepseek-v3", "jamba-1.5-large", "mamba-2.8b"):
         config, values = decoder(name), {"batch": 3, "context": 70_001, "bytes": 1}
-        told = tbt.state_bytes(config, N["batch"], N["context"], N["bytes"])
+        told: Any = tbt.state_bytes(config, N["batch"], N["context"], N["bytes"])
         assert told.evaluate(**values) == tbt.state_bytes(config, 3, 70_001, 1)
         size = footprint_per_gpu(config, gpus=8, state_bytes_per_element=N["bytes"])
-        readers = size.max_batch(80e9 * 8, N["context"])
+        readers: Any = size.max_batch(80e9 * 8, N["context"])
         direct = footprint_per_gpu(config, gpus=8, state_bytes_per_element=1).max_batch(80e9 * 8, 70_001)
         assert readers.evaluate(**values) == direct
 
 
 def test_the_fields_of_a_mixer_may_be_symbols() -> None:
-    K, D = Symbol("K"), Symbol("D")
+    K: Any = Symbol("K")
+    D: Any = Symbol("D")
     mixer = tbt.AttentionConfig(num_heads=64, num_kv_heads=K, head_dim=D)
     llama = decoder("llama-3.1-70b").mixers[0]
     assert mixer.state().per_token.evaluate(K=8, D=128) == llama.state().per_token
-    area = sum(weight.area for weight in mixer.weights(8192))
+    area: Any = sum(weight.area for weight in mixer.weights(8192))
     assert area.evaluate(K=8, D=128) == sum(weight.area for weight in llama.weights(8192))
     flops = mixer.flops(100, 7, causal=True).attention
     assert flops.evaluate(K=8, D=128) == llama.flops(100, 7, causal=True).attention
