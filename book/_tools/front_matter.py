@@ -16,8 +16,8 @@ from pathlib import Path
 
 import tokenbytoken as tbt
 from tokenbytoken.config import AttentionConfig, LatentAttentionConfig, MoEConfig
-from tokenbytoken.world import Row
 from tokenbytoken.page.plot import colors, faint, grid, ink, paper, tint
+from tokenbytoken.world import Row
 
 BOOK = Path(__file__).resolve().parents[1]
 THREE = ("llama-3.1-405b", "deepseek-v3", "jamba-1.5-large")

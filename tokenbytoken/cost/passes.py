@@ -226,7 +226,7 @@ def _embedding_and_head(
 ) -> tuple[int, int]:
     """(FLOPs of the head, bytes read of the embedding table and the head)."""
     rows = {"all": tokens, "last": batch_size, "none": 0}[logits]
-    table = next(w for w in weights(config) if w.role == "embedding")  # the head is of the same shape
+    table = next(w for w in config.weights() if w.role == "embedding")  # the head is of the same shape
     row_bytes = bytes_of_copy(table._replace(rows=1), recipe_named(recipe), config.num_layers - 1)
     head = config.vocab_size * row_bytes if logits != "none" else 0
     looked_up = 0 if config.tie_embeddings and logits != "none" else minimum(tokens, config.vocab_size) * row_bytes
