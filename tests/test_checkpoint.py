@@ -15,6 +15,7 @@ import torch
 from families import assert_close, llama, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
+from tokenbytoken.layers import Attention, SwiGLU
 from tokenbytoken.measure import book_file
 
 SMOLLM2 = "smollm2-135m"
@@ -65,9 +66,12 @@ def test_smollm2_weights_are_those_of_transformers(smollm2: tbt.Decoder, referen
     assert smollm2.head.weight is smollm2.embed.weight
     for i, layer in enumerate(smollm2.layers):
         prefix = f"model.layers.{i}."
-        assert torch.equal(layer.mixer.q_proj.weight, theirs[prefix + "self_attn.q_proj.weight"])
-        assert torch.equal(layer.mixer.k_proj.weight, theirs[prefix + "self_attn.k_proj.weight"])
-        assert torch.equal(layer.feed_forward.down_proj.weight, theirs[prefix + "mlp.down_proj.weight"])
+        mixer, feed_forward = layer.mixer, layer.feed_forward
+        assert isinstance(mixer, Attention)
+        assert isinstance(feed_forward, SwiGLU)
+        assert torch.equal(mixer.q_proj.weight, theirs[prefix + "self_attn.q_proj.weight"])
+        assert torch.equal(mixer.k_proj.weight, theirs[prefix + "self_attn.k_proj.weight"])
+        assert torch.equal(feed_forward.down_proj.weight, theirs[prefix + "mlp.down_proj.weight"])
     assert smollm2.config.name.startswith("SmolLM2")
     published = tbt.published[SMOLLM2]
     assert (smollm2.config.layers, smollm2.config.norm_eps) == (published.layers, published.norm_eps)
@@ -127,7 +131,7 @@ def test_dtype_and_gradients(tmp_path: Path) -> None:
     assert not model.training
     for bad in ("float32", torch.int8, torch.float8_e4m3fn, None):
         with pytest.raises(ValueError, match=r"dtype must be torch\.float32, float64, bfloat16 or float16, not"):
-            tbt.load(tmp_path, bad)
+            tbt.load(tmp_path, bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="source must be a name or a path, not None"):
         tbt.load(None)  # type: ignore[arg-type]
 

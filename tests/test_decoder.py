@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import T_LLAMA, assert_close, assert_differs, held_by, llama, ours, random_tokens, reference_logits
+from families import (
+    T_LLAMA,
+    assert_close,
+    assert_differs,
+    caches_of,
+    held_by,
+    llama,
+    ours,
+    random_tokens,
+    reference_logits,
+)
 
 import tokenbytoken as tbt
 from tokenbytoken.layers.attention import attend
@@ -168,7 +178,7 @@ def test_positions_counted_from_the_padded_length_would_be_caught(
     short = random_tokens(1, 34, seed=1)
     state = model.new_state(1, 39, padding=[5])
     model(F.pad(short[:, :-1], (5, 0)), state)
-    keys = state.layers[0]["k"]
+    keys = caches_of(state)[0]["k"]
     keys[:, :, :38] = keys[:, :, :38].roll(1, dims=2)  # one position off
     assert_differs(model(short[:, -1:], state), reference_logits(reference, short)[:, -1:])
 
@@ -205,7 +215,7 @@ def test_state_bytes_equal_the_closed_form(pair: tuple[torch.nn.Module, tbt.Deco
 
 def test_cached_keys_are_not_expanded(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     state = pair[1].new_state(1, 8)
-    assert state.layers[0]["k"].shape == (1, 2, 8, 16)  # 2 key/value heads, not 4 query heads
+    assert caches_of(state)[0]["k"].shape == (1, 2, 8, 16)  # 2 key/value heads, not 4 query heads
 
 
 def test_c09_a_fork_leaves_the_original_alone(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
@@ -372,7 +382,8 @@ def test_decoder_knows_no_architecture() -> None:
     layer = tbt.LayerConfig(mixer=EchoConfig(), feed_forward=None)  # type: ignore[arg-type]
     model = tbt.Decoder(dataclasses.replace(config, layers=(layer,)))
     assert model(random_tokens(1, 3)).shape == (1, 3, 97)
-    missing = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, module="tokenbytoken.nowhere:Nothing"))
+    nowhere = EchoConfig(module="tokenbytoken.nowhere:Nothing")
+    missing = dataclasses.replace(layer, mixer=nowhere)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="EchoConfig"):
         tbt.Decoder(dataclasses.replace(config, layers=(missing,)))
 
@@ -435,14 +446,16 @@ def test_bad_states_are_refused(
 
 def test_integers_of_numpy_make_a_state(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     _, model = pair
-    state = model.new_state(np.int64(2), np.int32(10))
+    numbers: list[Any] = [np.int64(2), np.int32(10), np.int64(7)]
+    two, ten, seven = numbers
+    state = model.new_state(two, ten)
     model(random_tokens(2, 6), state)
-    fork = state.copy(np.int64(7))
+    fork = state.copy(seven)
     assert [type(n) for n in (state.batch_size, state.max_length, fork.max_length)] == [int, int, int]
     assert (fork.nbytes, fork.length) == (state.nbytes * 7 // 10, 6)
     for bad in (True, 8.0):
         with pytest.raises(ValueError, match="max_length must be a positive integer"):
-            state.copy(bad)
+            state.copy(bad)  # type: ignore[arg-type]
 
 
 def test_bad_marks_copies_and_joins_are_refused(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
@@ -499,6 +512,7 @@ def test_padding_and_rows_are_taken_by_value(pair: tuple[torch.nn.Module, tbt.De
     padding.zero_()
     assert state.padding.tolist() == [0, 2]
     model(random_tokens(2, 4), state)
-    assert state.select(torch.tensor([1, 0])).padding.tolist() == [2, 0]
+    rows: Any = torch.tensor([1, 0])
+    assert state.select(rows).padding.tolist() == [2, 0]
     with pytest.raises(ValueError, match="rows"):
         state.select([True, False])

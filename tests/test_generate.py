@@ -113,7 +113,7 @@ def test_top_k() -> None:
         ({"top_p": -0.1}, "top_p"),
     ],
 )
-def test_bad_sampling_is_refused(options: dict[str, float], words: str, pair: tuple[Any, tbt.Decoder]) -> None:
+def test_bad_sampling_is_refused(options: dict[str, Any], words: str, pair: tuple[Any, tbt.Decoder]) -> None:
     with pytest.raises(ValueError, match=words):
         tbt.sample(torch.zeros(1, 3), **options)
     with pytest.raises(ValueError, match=words):
@@ -222,11 +222,13 @@ def test_bad_requests_are_refused_before_computing(
 
 def test_integers_of_numpy_count_as_integers(pair: tuple[Any, tbt.Decoder]) -> None:
     _, model = pair
-    options = {"top_k": 5, "seed": 3, "max_length": 16}
+    options: dict[str, Any] = {"top_k": 5, "seed": 3, "max_length": 16}
     want = tbt.generate(model, [5, 6], 8, temperature=1.0, **options)
-    got = {name: np.int64(value) for name, value in options.items()}
-    assert tbt.generate(model, [5, 6], np.int64(8), temperature=np.float32(1), **got) == want
-    assert list(tbt.stream(model, [5, 6], np.int32(8), temperature=1.0, **got)) == want
+    got: dict[str, Any] = {name: np.int64(value) for name, value in options.items()}
+    numbers: list[Any] = [np.int64(8), np.int32(8), np.float32(1)]
+    eight, short, one = numbers
+    assert tbt.generate(model, [5, 6], eight, temperature=one, **got) == want
+    assert list(tbt.stream(model, [5, 6], short, temperature=1.0, **got)) == want
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -341,24 +343,28 @@ def test_distinct_rows_share_no_luck(pair: tuple[Any, tbt.Decoder]) -> None:
 
 def test_tokens_may_come_as_tensors_and_eos_as_any_collection(pair: tuple[Any, tbt.Decoder]) -> None:
     _, model = pair
-    prompt = random_tokens(2, 6)
+    prompt: Any = random_tokens(2, 6)
     want = tbt.generate(model, prompt[0].tolist(), 8)
     assert tbt.generate(model, prompt[0], 8) == want
     assert tbt.generate(model, prompt.numpy(), 8)[0] == want
     ended = tbt.generate(model, prompt[0], 8, eos_ids=[96, want[3]])
-    assert tbt.generate(model, prompt[0], 8, eos_ids=iter([96, want[3]])) == ended
+    ends: Any = iter([96, want[3]])
+    assert tbt.generate(model, prompt[0], 8, eos_ids=ends) == ended
+    bad: Any
     for bad in ("text", [[1, 2], 3], [1.5]):
         with pytest.raises(ValueError, match="collection of token ids"):
             tbt.generate(model, bad, 2)
     with pytest.raises(ValueError, match="eos_ids"):
-        tbt.generate(model, [1], 2, eos_ids=2)
+        tbt.generate(model, [1], 2, eos_ids=2)  # type: ignore[call-overload]
 
 
 def test_sampling_settings_are_plain_numbers_checked_once() -> None:
-    settings = Sampling(np.float32(0.5), np.int64(3), np.float64(0.25))
+    settings = Sampling(np.float32(0.5), np.int64(3), np.float64(0.25))  # type: ignore[arg-type]
     assert settings == Sampling(0.5, 3, 0.25)
     assert [type(value) for value in (settings.temperature, settings.top_k, settings.top_p)] == [float, int, float]
-    for greedy in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e-46}):
+    choices: list[dict[str, Any]]
+    choices = [{}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1e-46}]
+    for greedy in choices:
         assert Sampling(**greedy).is_greedy
     assert not Sampling(1.0).is_greedy
 
@@ -387,7 +393,8 @@ def test_logits_that_are_not_numbers_are_refused(pair: tuple[Any, tbt.Decoder]) 
 
     hook = model.head.register_forward_hook(spoil)
     try:
-        for settings in ({}, {"temperature": 1.0}):
+        choices: list[dict[str, Any]] = [{}, {"temperature": 1.0}]
+        for settings in choices:
             with pytest.raises(ValueError, match="not finite"):  # that of one row only
                 tbt.generate(model, [[1, 2], [3, 4]], 3, **settings)
         assert len(tbt.generate(model, [1, 2], 3)) == 3

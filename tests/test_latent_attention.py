@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import T_DSV3, assert_close, deepseek_v3, ours, random_tokens, reference_logits
-from test_parity_llama import feed
+from families import T_DSV3, assert_close, caches_of, deepseek_v3, ours, random_tokens, reference_logits
+from fuzz import feed
 
 import tokenbytoken as tbt
 from tokenbytoken.decoder import Pass
@@ -35,8 +35,9 @@ def toy(**changes: Any) -> tbt.Decoder:
 
 
 def set_form(model: tbt.Decoder, form: Any) -> tbt.Decoder:
-    for layer in model.layers:
-        layer.mixer.form = form
+    for mixer in model.mixers:
+        assert isinstance(mixer, LatentAttention)
+        mixer.form = form
     return model
 
 
@@ -74,15 +75,17 @@ def test_the_form_may_change_between_two_passes_over_one_state() -> None:
 
 
 def test_an_unknown_form_is_refused_by_name() -> None:
+    config = toy().config.layers[0].mixer
+    assert isinstance(config, tbt.LatentAttentionConfig)
     with pytest.raises(ValueError, match="naive"):
-        LatentAttention(toy().config.layers[0].mixer, 48, form="naive")
+        LatentAttention(config, 48, form="naive")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="naive"):
         set_form(toy(), "naive")
 
 
 def test_forms_agree_when_the_projection_is_stored_in_one_byte() -> None:
     model = tbt.quantize_model(toy(first_k_dense_replace=3), "e4m3", "block")
-    assert isinstance(model.layers[0].mixer.kv_b_proj, tbt.QuantizedLinear)
+    assert isinstance(model.get_submodule("layers.0.mixer.kv_b_proj"), tbt.QuantizedLinear)
     tokens = random_tokens(1, 20)
     want = set_form(model, "expanded")(tokens)
     assert_close(feed(set_form(model, "absorbed"), tokens, [12, *[1] * 8]), want, 5e-5)
@@ -99,7 +102,7 @@ def test_the_cache_is_the_normed_latent_and_one_rotated_key_as_transformers_has_
     state = model.new_state(2, 24)
     model(tokens, state)
     theirs = reference(input_ids=tokens, use_cache=True).past_key_values
-    for layer, held in zip(theirs.layers, state.layers, strict=True):
+    for layer, held in zip(theirs.layers, caches_of(state), strict=True):
         assert list(held.parts) == ["latent"]
         assert held["latent"].shape == (2, 24, 16 + 8)  # and no head axis
         latent, rotary_key = held["latent"].split([16, 8], dim=-1)
@@ -113,7 +116,7 @@ def test_the_cache_is_the_normed_latent_and_one_rotated_key_as_transformers_has_
 def test_bytes_allocated_are_those_of_the_arithmetic_at_full_size(name: str) -> None:
     config = tbt.published[name]
     with torch.device("meta"):
-        caches = tbt.Decoder(config).to(torch.bfloat16).new_state(2, 100).layers
+        caches = caches_of(tbt.Decoder(config).to(torch.bfloat16).new_state(2, 100))
     assert sum(cache.nbytes() for cache in caches) == tbt.state_bytes(config, 2, 100)
     assert sum(cache.nbytes(1) for cache in caches) == 2 * tbt.state_bytes_per_token(config)
     assert sum(cache["latent"].untyped_storage().nbytes() for cache in caches) == tbt.state_bytes(config, 2, 100)
@@ -136,8 +139,8 @@ def test_the_norm_of_the_latent_leaves_the_rotary_key_alone() -> None:  # C35
     for _ in range(2):
         state = model.new_state(1, 12)
         model(tokens, state)
-        kept.append(state.layers[0])
-        model.layers[0].mixer.kv_a_norm.weight.mul_(1.3)
+        kept.append(caches_of(state)[0])
+        model.get_parameter("layers.0.mixer.kv_a_norm.weight").mul_(1.3)
     (latent, rotary_key), (scaled, same) = (cache["latent"].split([16, 8], dim=-1) for cache in kept)
     assert torch.equal(rotary_key, same)
     assert_close(scaled, latent * 1.3, 1e-6)
@@ -169,7 +172,7 @@ def test_everything_stays_in_the_models_dtype() -> None:  # C44
     state = model.new_state(1, 12)
     for form in ("expanded", "absorbed"):
         assert set_form(model, form)(random_tokens(1, 5), state).dtype == torch.bfloat16
-    assert {cache["latent"].dtype for cache in state.layers} == {torch.bfloat16}
+    assert {cache["latent"].dtype for cache in caches_of(state)} == {torch.bfloat16}
 
 
 # --- the scale of the softmax ----------------------------------------------------------------------------

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ import torch.nn.functional as F
 from families import assert_close, assert_differs, jamba, mamba, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
-from tokenbytoken.layers.mamba import SCANS, Mamba, MambaState, selective_scan
+from tokenbytoken.layers.mamba import SCANS, Mamba, MambaState, Scan, selective_scan
 from tokenbytoken.measure import count
 
-FORMS = list(SCANS)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMS = cast("list[Scan]", list(SCANS))
 MODELS = {"mamba": mamba, "jamba": jamba}
 
 
@@ -63,16 +69,16 @@ def by_definition(
 
 @pytest.mark.parametrize("scan", FORMS)
 @pytest.mark.parametrize("T", [1, 2, 3, 5, 16, 17])
-def test_every_form_equals_the_definition(scan: str, T: int) -> None:
+def test_every_form_equals_the_definition(scan: Scan, T: int) -> None:
     arguments = inputs(2, T, 3, 4, seed=T)
     kept = [t.clone() for t in arguments]
     for got, want in zip(selective_scan(*arguments, scan=scan), by_definition(*arguments), strict=True):
-        assert (got - want).abs().max() < 1e-12 * max(1, want.abs().max())
+        assert (got - want).abs().max() < 1e-12 * max(1, want.abs().max().item())
     assert all(torch.equal(a, b) for a, b in zip(arguments, kept, strict=True))  # nothing was written to
 
 
 @pytest.mark.parametrize("scan", FORMS)
-def test_a_split_anywhere_changes_nothing(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_anywhere_changes_nothing(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     x, delta, A, B, C, h = inputs(2, 37, 3, 4)
     want, last = selective_scan(x, delta, A, B, C, h)
     for split in (1, 2, 18, 36):
@@ -89,7 +95,7 @@ def test_a_split_anywhere_changes_nothing(scan: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("scan", FORMS)
 @pytest.mark.parametrize("strength", [1e-4, 1.0, 1e4])
-def test_16k_tokens_of_any_decay_neither_overflow_nor_turn_nan(scan: str, strength: float) -> None:
+def test_16k_tokens_of_any_decay_neither_overflow_nor_turn_nan(scan: Scan, strength: float) -> None:
     x, delta, A, B, C, h = inputs(1, 16_384, 2, 2, dtype=torch.float32)
     A = -torch.tensor([[1.0, 0.5], [strength, strength]])  # Δ A down to −10⁴, and beside it a slow one
     delta[:, ::7] = 1.0
@@ -103,7 +109,7 @@ def test_16k_tokens_of_any_decay_neither_overflow_nor_turn_nan(scan: str, streng
 
 
 @pytest.mark.parametrize("scan", FORMS)
-def test_after_a_sudden_forgetting_small_decays_keep_their_digits(scan: str) -> None:
+def test_after_a_sudden_forgetting_small_decays_keep_their_digits(scan: Scan) -> None:
     # Cumulated decays near −10⁵ have a spacing of 0.008 in float32: their differences would lose the −0.001.
     x, delta, A, B, C, h = inputs(1, 64, 1, 1, dtype=torch.float32)
     delta = torch.full_like(delta, 1e-3)
@@ -115,14 +121,15 @@ def test_after_a_sudden_forgetting_small_decays_keep_their_digits(scan: str) -> 
 
 
 @pytest.mark.parametrize("scan", FORMS)
-def test_the_scan_can_be_trained_through(scan: str) -> None:
+def test_the_scan_can_be_trained_through(scan: Scan) -> None:
     arguments = [t.requires_grad_() for t in inputs(2, 5, 2, 3)]
     assert torch.autograd.gradcheck(lambda *a: selective_scan(*a, scan=scan), arguments)
 
 
 def test_scan_auto_is_the_loop_on_a_cpu_and_can_be_forced() -> None:
     arguments = inputs(1, 64, 8, 4, dtype=torch.float32)
-    work = {scan: count(lambda scan=scan: selective_scan(*arguments, scan=scan)) for scan in ["auto", *FORMS]}
+    forms: list[Scan] = ["auto", *FORMS]
+    work = {scan: count(partial(selective_scan, *arguments, scan=scan)) for scan in forms}
     elements = 64 * 8 * 4
     # Two products, a multiply-add and C · h for each; eight chunks of eight tokens and one more multiply-add each,
     # and seven steps from chunk to chunk; 63 + 62 + 60 + 56 + 48 + 32 multiply-adds of doubling, and that of h.
@@ -137,11 +144,16 @@ def test_scan_auto_is_the_loop_on_a_cpu_and_can_be_forced() -> None:
 
 def test_scan_auto_is_chunks_where_a_call_is_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(torch.Tensor):  # says that it lies on a GPU
-        device = property(lambda _: torch.device("cuda"))  # type: ignore[assignment]
+        device = property(lambda _: torch.device("cuda"))
 
     taken = []
+
+    def noted(name: str, form: Callable[..., torch.Tensor], *arguments: torch.Tensor) -> torch.Tensor:
+        taken.append(name)
+        return form(*arguments)
+
     for name, form in SCANS.items():
-        monkeypatch.setitem(SCANS, name, lambda *a, name=name, form=form: taken.append(name) or form(*a))
+        monkeypatch.setitem(SCANS, name, partial(noted, name, form))
     for T in (64, 2, 1):  # a single step has nothing to cut
         x, *rest = inputs(1, T, 3, 4)
         want = selective_scan(x, *rest)[0]
@@ -157,7 +169,7 @@ def test_a_mixer_takes_any_form(pair: tuple[torch.nn.Module, tbt.Decoder]) -> No
     mixers = [module for module in model.modules() if isinstance(module, Mamba)]
     for scan in FORMS:
         for mixer in mixers:
-            mixer.scan = scan  # type: ignore[assignment]
+            mixer.scan = scan
         assert_close(model(tokens), want)
         assert_close(feed(model, tokens, [11, 1, 18]), want)
     for mixer in mixers:
@@ -167,9 +179,9 @@ def test_a_mixer_takes_any_form(pair: tuple[torch.nn.Module, tbt.Decoder]) -> No
 # --- numbers by hand ------------------------------------------------------------------------------------
 
 
-def single(**changes: object) -> Mamba:
+def single(**changes: Any) -> Mamba:
     config = tbt.MambaConfig(inner_size=1, state_size=1, conv_size=1, dt_rank=1, conv_bias=False)
-    return Mamba(dataclasses.replace(config, **changes), 1).requires_grad_(False)  # type: ignore[arg-type]
+    return Mamba(dataclasses.replace(config, **changes), 1).requires_grad_(False)
 
 
 def test_a_scalar_recurrence_by_hand() -> None:  # C50
@@ -185,9 +197,9 @@ def test_a_scalar_recurrence_by_hand() -> None:  # C50
 def test_delta_is_softplus_of_projection_and_bias_once_and_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def spy(x, delta, A, B, C, h, **options):  # type: ignore[no-untyped-def]
+    def spy(x: torch.Tensor, delta: torch.Tensor, A: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
         seen.append((delta, A))
-        return selective_scan(x, delta, A, B, C, h, **options)
+        return selective_scan(x, delta, A, *others, **options)
 
     monkeypatch.setattr("tokenbytoken.layers.mamba.selective_scan", spy)
     mixer = single(state_size=16, conv_size=1)
@@ -256,7 +268,9 @@ def test_bfloat16_follows_transformers_and_keeps_its_sums_in_float32(tmp_path: P
     assert_differs(model(tokens).float(), reference_logits(mamba(seed=1), tokens), relative=0.2)
     state = model.new_state(2, 30)
     model(tokens, state)
-    assert {(s.conv.dtype, s.ssm.dtype) for s in state.layers} == {(torch.bfloat16, torch.float32)}
+    held = [layer for layer in state.layers if isinstance(layer, MambaState)]
+    assert len(held) == len(state.layers)
+    assert {(s.conv.dtype, s.ssm.dtype) for s in held} == {(torch.bfloat16, torch.float32)}
     assert state.nbytes == tbt.state_bytes(model.config, 2, 30)
 
 
@@ -390,7 +404,7 @@ def test_checkpoints_in_shards_and_with_the_authors_names_load(tmp_path: Path) -
     from safetensors.torch import load_file, save_file
 
     tokens = random_tokens(1, 9)
-    reference = jamba()
+    reference: PreTrainedModel = jamba()
     assert_close(
         ours(reference, tmp_path / "shards", max_shard_size="40KB")(tokens), reference_logits(reference, tokens)
     )
@@ -416,7 +430,9 @@ def test_checkpoints_in_shards_and_with_the_authors_names_load(tmp_path: Path) -
 @pytest.mark.parametrize(("batch", "context", "new"), [(1, 0, 1), (2, 0, 7), (2, 5, 1), (3, 5, 4)])
 def test_a_pass_costs_what_the_closed_form_says(name: str, batch: int, context: int, new: int) -> None:
     config = tbt.published[name]
-    mixer = dataclasses.replace(config.layers[0].mixer, inner_size=48, dt_rank=3, state_size=5)
+    first = config.layers[0].mixer
+    assert isinstance(first, tbt.MambaConfig)
+    mixer = dataclasses.replace(first, inner_size=48, dt_rank=3, state_size=5)
     attention = tbt.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     dense = None if name == "mamba-130m" else tbt.SwiGLUConfig(intermediate_size=40)
     layers = [tbt.LayerConfig(mixer=mixer, feed_forward=dense)] * 2
@@ -430,7 +446,7 @@ def test_a_pass_costs_what_the_closed_form_says(name: str, batch: int, context: 
             with torch.no_grad():
                 model(random_tokens(batch, context, 50), state)
         tokens = random_tokens(batch, new, 50)
-        got = count(lambda model=model, tokens=tokens, state=state: model(tokens, state), state=state)
+        got = count(partial(model, tokens, state), state=state)
         want = tbt.pass_cost(config, batch, context, new, recipe="fp32", state_bytes_per_element=4, logits="all")
         assert got.flops == want.flops
         if not grad:

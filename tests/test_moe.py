@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +24,9 @@ import tokenbytoken as tbt
 from tokenbytoken.checkpoints import open_source
 from tokenbytoken.checkpoints.tensors import Part
 from tokenbytoken.layers import MoE, Router, feed_forward, route
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WIDTH = 64
 V3_MOE = tbt.MoEConfig(num_experts=256, experts_per_token=8, intermediate_size=8, scoring="sigmoid", scale=2.5,
@@ -45,7 +48,7 @@ def reference_router(family: str) -> tuple[torch.nn.Module, tbt.MoEConfig]:
     shape: dict[str, Any] = {"hidden_size": WIDTH, "num_experts_per_tok": moe.experts_per_token}
     deepseek = {**shape, "n_routed_experts": moe.num_experts, "n_group": moe.num_groups, "topk_group": moe.groups_kept,
                 "routed_scaling_factor": moe.scale, "norm_topk_prob": moe.normalize}  # fmt: skip
-    limited = {"topk_method": "greedy" if family == "v2-lite" else "group_limited_greedy"}
+    limited: dict[str, Any] = {"topk_method": "greedy" if family == "v2-lite" else "group_limited_greedy"}
     build: dict[str, Callable[[], torch.nn.Module]] = {
         "v3": lambda: DeepseekV3TopkRouter(DeepseekV3Config(**deepseek)),
         "v2": lambda: DeepseekV2TopkRouter(DeepseekV2Config(**deepseek, **limited)),
@@ -55,15 +58,15 @@ def reference_router(family: str) -> tuple[torch.nn.Module, tbt.MoEConfig]:
     }
     reference = redraw(build[family]())
     if family == "v3":
-        reference.e_score_correction_bias *= 0.2  # narrower than the scores: no expert always wins
+        reference.get_buffer("e_score_correction_bias").mul_(0.2)  # narrower than the scores: no expert always wins
     return reference, moe
 
 
 def same_router(reference: torch.nn.Module, config: tbt.MoEConfig) -> Router:
     router = Router(config, WIDTH).requires_grad_(False)
-    router.weight.copy_(reference.weight)
+    router.weight.copy_(reference.get_parameter("weight"))
     if router.selection_bias is not None:
-        router.selection_bias.copy_(reference.e_score_correction_bias)
+        router.selection_bias.copy_(reference.get_buffer("e_score_correction_bias"))
     return router
 
 
@@ -85,7 +88,7 @@ def inputs(n: int = 1000, seed: int = 0) -> torch.Tensor:
 def test_a_router_equals_the_reference_to_the_index(family: str, shift: float) -> None:
     reference, config = reference_router(family)
     if family == "v3":  # shifted, nearly every biased score is negative
-        reference.e_score_correction_bias += shift
+        reference.get_buffer("e_score_correction_bias").add_(shift)
     x = inputs()
     _, weights, chosen = reference(x)
     want_weights, want_chosen = by_index(weights, chosen)
@@ -182,13 +185,14 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_router_is_caught(wrong: str) -> None:
     reference, config = reference_router("v3")
-    reference.e_score_correction_bias -= 1.2  # most biased scores are negative
+    weight, bias = reference.get_parameter("weight"), reference.get_buffer("e_score_correction_bias")
+    bias.sub_(1.2)  # most biased scores are negative
     x = inputs()
     got_weights, got_chosen = by_index(*same_router(reference, config)(x))
-    right = v3_router(x, reference.weight, reference.e_score_correction_bias)
+    right = v3_router(x, weight, bias)
     assert torch.equal(right[1], got_chosen)
     assert_close(right[0], got_weights, 1e-6)
-    weights, chosen = v3_router(x, reference.weight, reference.e_score_correction_bias, **WRONG[wrong])
+    weights, chosen = v3_router(x, weight, bias, **WRONG[wrong])
     others = (chosen != got_chosen).any(-1).float().mean()
     if wrong in ("bias in the weights", "scaling forgotten"):
         assert others == 0
@@ -262,6 +266,7 @@ def test_mixing_without_the_host_equals_the_loop_over_tokens(way: str, monkeypat
     tokens, groups, dtype = MIXED[way]
     monkeypatch.setattr(feed_forward, "_has_grouped_product", lambda weight: groups)
     block = moe(num_experts=24, shared_intermediate_size=0).to(dtype)
+    assert block.router.selection_bias is not None
     block.router.selection_bias.uniform_(-0.5, 0.5)
     x = torch.randn(tokens, 24, dtype=dtype)
     got = block.experts.mixed(x, *block.router(x))
@@ -331,7 +336,7 @@ def test_experts_that_cannot_do_without_the_host_are_asked_one_by_one() -> None:
         def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
             return self.experts(x, expert)
 
-    block.experts = OneByOne(block.experts)
+    block.experts = OneByOne(block.experts)  # type: ignore[assignment]
     assert torch.equal(block(x), want)
 
 
@@ -405,7 +410,7 @@ def test_a_decode_step_of_deepseek_v3_at_full_size_costs_what_the_formula_says()
     assert counted.state_bytes == formula.state_bytes
 
 
-FAMILIES: dict[str, Callable[..., torch.nn.Module]] = {"v3": deepseek_v3, "v2": deepseek_v2, "mixtral": mixtral}
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {"v3": deepseek_v3, "v2": deepseek_v2, "mixtral": mixtral}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -445,7 +450,7 @@ def test_a_part_of_the_experts_is_read_the_same_way_from_both_forms(tmp_path: Pa
                 assert torch.equal(stored.read(part), part.of(whole[name]))
 
 
-def change_checkpoint(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def change_checkpoint(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -475,7 +480,9 @@ def test_the_router_bias_stays_float32_in_a_half_precision_model(tmp_path: Path)
     reference = deepseek_v3()
     ours(reference, tmp_path)
     model = tbt.load(tmp_path, torch.bfloat16)
-    router: Any = model.layers[1].feed_forward.router
+    router = model.get_submodule("layers.1.feed_forward.router")
+    assert isinstance(router, Router)
+    assert router.selection_bias is not None
     assert torch.equal(router.selection_bias, reference.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias"))
     assert router.weight.dtype == torch.bfloat16
     assert model(random_tokens(1, 9)).dtype == torch.bfloat16

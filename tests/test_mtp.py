@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import T_DSV3, T_JAMBA, assert_close, assert_differs, deepseek_v3, llama, ours, random_tokens, redraw
+from families import (
+    T_DSV3,
+    T_JAMBA,
+    assert_close,
+    assert_differs,
+    caches_of,
+    deepseek_v3,
+    llama,
+    ours,
+    random_tokens,
+    redraw,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -249,12 +260,12 @@ def test_every_weight_is_read_and_the_copies_are_left_out(setup: Setup) -> None:
     stored = sum(setup.tensor(name).numel() for name in released_names())
     assert stored - own == 2 * VOCAB * HIDDEN
     assert torch.equal(setup.mtp.eh_proj.weight, setup.tensor("eh_proj.weight"))
-    router: Any = setup.mtp.layer.feed_forward.router
-    assert torch.equal(router.selection_bias, setup.tensor("mlp.gate.e_score_correction_bias"))
+    selection_bias = "layer.feed_forward.router.selection_bias"
+    assert torch.equal(setup.mtp.get_parameter(selection_bias), setup.tensor("mlp.gate.e_score_correction_bias"))
     assert not any(parameter.requires_grad for parameter in setup.mtp.parameters())
     half = load_mtp(setup.folder, torch.bfloat16)
     assert half.eh_proj.weight.dtype == torch.bfloat16
-    assert half.layer.feed_forward.router.selection_bias.dtype == torch.float32
+    assert half.get_parameter(selection_bias).dtype == torch.float32
 
 
 def test_what_cannot_be_read_is_named(setup: Setup, tmp_path: Path) -> None:
@@ -310,7 +321,7 @@ def test_a_pass_that_cannot_be_is_refused_and_leaves_the_state_as_it_was(setup: 
     x = torch.randn(2, 4, HIDDEN, generator=torch.Generator().manual_seed(0))
     full, fresh = setup.mtp.new_state(2, 4), setup.mtp.new_state(2, 9)
     want = setup.mtp(x, x, full)
-    held = full.layers[0]["latent"].clone()
+    held = caches_of(full)[0]["latent"].clone()
     for hidden, embedded, state, message in (
         (x[:, :1], x[:, :1], full, "1 more positions do not fit: the state holds 4 of at most 4"),
         (x, x[:, :3], None, r"both must be \(B, T, 48\)"),
@@ -323,7 +334,7 @@ def test_a_pass_that_cannot_be_is_refused_and_leaves_the_state_as_it_was(setup: 
         with pytest.raises(ValueError, match=message):
             setup.mtp(hidden, embedded, state)
     assert full.length == 4
-    assert torch.equal(full.layers[0]["latent"], held)
+    assert torch.equal(caches_of(full)[0]["latent"], held)
     assert fresh.length == 0
-    assert not fresh.layers[0]["latent"].any()
+    assert not caches_of(fresh)[0]["latent"].any()
     assert torch.equal(setup.mtp(x, x, fresh), want)

@@ -24,6 +24,7 @@ import tokenbytoken as tbt
 from tokenbytoken.config import Flops, StateSize, Weight
 from tokenbytoken.decoder import LayerState, Mixer, Pass
 from tokenbytoken.layers import product
+from tokenbytoken.run import Draft
 
 # [config]
 
@@ -219,7 +220,7 @@ def test_generate_and_speculate_write_the_same(model: tbt.Decoder) -> None:
     written = text[len(PROMPT) :]
     assert tbt.generate(model, PROMPT, 12) == written
     assert tbt.generate(model, [PROMPT, PROMPT[4:]], 12) == [written, tbt.generate(model, PROMPT[4:], 12)]
-    drafts = [tbt.PromptLookup(), tbt.DraftModel(tbt.first_layers(model, 1)), tbt.DraftModel(model)]
+    drafts: list[Draft] = [tbt.PromptLookup(), tbt.DraftModel(tbt.first_layers(model, 1)), tbt.DraftModel(model)]
     for draft in drafts:
         told = tbt.speculate(model, PROMPT, 12, draft=draft, num_draft=3)
         assert told.tokens == written

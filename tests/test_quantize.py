@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 import tokenbytoken as tbt
 from tokenbytoken.checkpoints import QuantizedLinear, QuantizedTensor, number_formats, probe, quantize
+from tokenbytoken.checkpoints.number_formats import Granularity
 
 FP8 = {"e4m3": (4, 3, torch.float8_e4m3fn, 448.0), "e5m2": (5, 2, torch.float8_e5m2, 57344.0)}
 FORMATS = ["e4m3", "e5m2", "int8"]
-GRANULARITIES = ["tensor", "row", "tile", "block"]
+GRANULARITIES: list[Granularity] = ["tensor", "row", "tile", "block"]
 
 
 def decoded(format: str) -> np.ndarray:
@@ -140,10 +142,10 @@ def test_unknown_formats_rules_and_granularities_are_refused() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_scales_and_codes_equal_a_loop_over_blocks_with_ragged_ends(format: str, granularity: str) -> None:
+def test_scales_and_codes_equal_a_loop_over_blocks_with_ragged_ends(format: str, granularity: Granularity) -> None:
     x = normal(192, 300)  # neither is a multiple of 128
     size = {"tensor": (192, 300), "row": (1, 300), "tile": (1, 128), "block": (128, 128)}[granularity]
-    q = quantize(x, format, granularity)  # type: ignore[arg-type]
+    q = quantize(x, format, granularity)
     largest = {"e4m3": 448, "e5m2": 57344, "int8": 127}[format]
     back = q.dequantize(torch.float64).numpy()
     for i in range(0, 192, size[0]):
@@ -181,11 +183,11 @@ def test_shape_layout_and_dtype_of_the_input_change_no_number(layout: str, dtype
     x = LAYOUTS[layout](normal(130, 257)).to(dtype)
     for format in FORMATS:
         for granularity in GRANULARITIES:
-            q = quantize(x, format, granularity)  # type: ignore[arg-type]
+            q = quantize(x, format, granularity)
             assert q.shape == x.shape
             assert q.values.is_contiguous()
             plain = x.float().contiguous().reshape(-1, x.shape[-1])
-            want = quantize(plain, format, granularity)  # type: ignore[arg-type]
+            want = quantize(plain, format, granularity)
             assert torch.equal(q.scales, want.scales)
             assert torch.equal(q.dequantize().reshape(plain.shape), want.dequantize())
             assert q.dequantize(dtype).dtype == dtype
@@ -199,13 +201,13 @@ def test_a_block_larger_than_the_tensor_costs_no_memory() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_zeros_come_back_as_zeros_and_leave_their_neighbours_alone(format: str, granularity: str) -> None:
-    zeros = quantize(torch.zeros(4, 8), format, granularity)  # type: ignore[arg-type]
+def test_zeros_come_back_as_zeros_and_leave_their_neighbours_alone(format: str, granularity: Granularity) -> None:
+    zeros = quantize(torch.zeros(4, 8), format, granularity)
     assert zeros.scales.eq(1).all()
     assert zeros.dequantize().eq(0).all()
     x = normal(6, 8)
     x[2] = 0
-    q = quantize(x, format, granularity, block=(1, 4))  # type: ignore[arg-type]
+    q = quantize(x, format, granularity, block=(1, 4))
     assert q.dequantize().isfinite().all()
     assert q.dequantize()[2].eq(0).all()
     if granularity == "row":
@@ -218,8 +220,8 @@ def test_one_scale_a_row_survives_a_row_of_outliers() -> None:
     w[3] *= 1000
     others = [0, 1, 2, 4, 5, 6, 7]
 
-    def error(granularity: str) -> float:
-        back = quantize(w, "int8", granularity).dequantize()  # type: ignore[arg-type]
+    def error(granularity: Granularity) -> float:
+        back = quantize(w, "int8", granularity).dequantize()
         return ((back - w)[others].norm() / w[others].norm()).item()
 
     assert error("tensor") == 1.0  # all of them became zero
@@ -286,9 +288,9 @@ def linear(out_features: int = 64, in_features: int = 160, bias: bool = True) ->
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_quantised_layer_is_the_layer_of_its_dequantised_weight(format: str, granularity: str) -> None:
+def test_a_quantised_layer_is_the_layer_of_its_dequantised_weight(format: str, granularity: Granularity) -> None:
     layer, x = linear(), normal(2, 5, 160)
-    q = QuantizedLinear.from_linear(layer, format, granularity)  # type: ignore[arg-type]
+    q = QuantizedLinear.from_linear(layer, format, granularity)
     want = F.linear(x, q.weight.dequantize(), layer.bias)
     assert torch.equal(q(x), want)
     error = (q(x) - layer(x)).norm() / layer(x).norm()
@@ -305,11 +307,11 @@ def test_the_weight_of_a_quantised_layer_is_really_one_byte_a_number() -> None:
 
 @pytest.mark.parametrize("activations", ["tensor", "row", "tile"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_activations_are_quantised_anew_for_each_call(format: str, activations: str) -> None:
+def test_activations_are_quantised_anew_for_each_call(format: str, activations: Granularity) -> None:
     layer, x = linear(), normal(2, 5, 160)
     x[1, 3] *= 100
     q = QuantizedLinear.from_linear(layer, format, activations=activations, matmul="dequantised")
-    want_x = quantize(x.view(10, 160), format, activations).dequantize().view(x.shape)  # type: ignore[arg-type]
+    want_x = quantize(x.view(10, 160), format, activations).dequantize().view(x.shape)
     assert torch.equal(q(x), F.linear(want_x, q.weight.dequantize(), layer.bias))
     alone, among_others = q(x[:1, 2:3]), q(x)[:1, 2:3]
     if activations == "tensor":  # the outlier in another token has taken the range
@@ -322,24 +324,24 @@ def test_activations_are_quantised_anew_for_each_call(format: str, activations: 
 @pytest.mark.parametrize("activations", ["tensor", "row"])
 @pytest.mark.parametrize("format", FP8)
 def test_the_scaled_product_where_there_is_one_equals_the_dequantised_product(
-    format: str, activations: str, granularity: str
+    format: str, activations: Granularity, granularity: Granularity
 ) -> None:
     layer, x = linear(), normal(2, 5, 160)
-    options = {"format": format, "granularity": granularity, "activations": activations}
-    q = QuantizedLinear.from_linear(layer, **options, matmul="dequantised")  # type: ignore[arg-type]
+    options: dict[str, Any] = {"format": format, "granularity": granularity, "activations": activations}
+    q = QuantizedLinear.from_linear(layer, **options, matmul="dequantised")
     kind = "tensor" if (granularity, activations) == ("tensor", "tensor") else "row"
     if kind not in probe("cpu", format):
         assert q.scaled_granularity is None
         with pytest.raises(ValueError, match="no scaled product here"):
-            QuantizedLinear.from_linear(layer, **options, matmul="scaled")  # type: ignore[arg-type]
+            QuantizedLinear.from_linear(layer, **options, matmul="scaled")
         return
-    scaled = QuantizedLinear.from_linear(layer, **options, matmul="scaled")  # type: ignore[arg-type]
+    scaled = QuantizedLinear.from_linear(layer, **options, matmul="scaled")
     families.assert_close(scaled(x), q(x), 1e-2)
 
 
 def test_a_device_without_the_product_is_found_out_and_served_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = linear(), normal(3, 160)
-    options = {"activations": "row", "matmul": "auto"}
+    options: dict[str, Any] = {"activations": "row", "matmul": "auto"}
     want = QuantizedLinear.from_linear(layer, activations="row", matmul="dequantised")(x)
 
     def refuses(*_: object, **__: object) -> Tensor:
@@ -353,7 +355,7 @@ def test_a_device_without_the_product_is_found_out_and_served_otherwise(monkeypa
             probe.cache_clear()
             monkeypatch.setattr(torch, "_scaled_mm", broken)
             assert probe("cpu") == frozenset()
-            assert torch.equal(QuantizedLinear.from_linear(layer, **options)(x), want)  # type: ignore[arg-type]
+            assert torch.equal(QuantizedLinear.from_linear(layer, **options)(x), want)
             with pytest.raises(ValueError, match="no scaled product here"):
                 QuantizedLinear.from_linear(layer, activations="row", matmul="scaled")
     finally:
@@ -391,7 +393,7 @@ def test_codes_of_another_format_are_refused_instead_of_rounded() -> None:
 
 
 @pytest.mark.parametrize("activations", [None, "tensor", "row", "tile"])
-def test_a_layer_takes_no_tokens_one_token_and_any_layout(activations: str | None) -> None:
+def test_a_layer_takes_no_tokens_one_token_and_any_layout(activations: Granularity | None) -> None:
     for matmul in ("dequantised", "scaled") if activations in ("tensor", "row") and probe() else ("dequantised",):
         q = QuantizedLinear.from_linear(linear(), activations=activations, matmul=matmul)
         assert q(torch.zeros(0, 160)).shape == (0, 64)
@@ -478,10 +480,10 @@ def test_tied_heads_stay_tied_and_whole() -> None:
         ("smollm2-135m", {"granularity": "block"}, "fp8-block"),  # 576 and 192: ragged blocks
     ],
 )
-def test_bytes_on_the_meta_device_equal_the_closed_form(name: str, options: dict[str, str], recipe: str) -> None:
+def test_bytes_on_the_meta_device_equal_the_closed_form(name: str, options: dict[str, Any], recipe: str) -> None:
     with torch.device("meta"):
         model = tbt.Decoder(tbt.published[name]).to(torch.bfloat16)
-    held = tbt.stored_bytes(tbt.quantize_model(model, **options))  # type: ignore[arg-type]
+    held = tbt.stored_bytes(tbt.quantize_model(model, **options))
     assert held == tbt.weight_bytes(model.config, recipe)
     if name == "llama-3.1-8b":
         assert held == 6_979_321_856 + 4 * 1_376_256 + 2 * 1_050_939_392 == 9_086_705_664
@@ -490,13 +492,15 @@ def test_bytes_on_the_meta_device_equal_the_closed_form(name: str, options: dict
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(model: tbt.Decoder) -> None:
-    for wrong in ({"format": "int4"}, {"granularity": "column"}, {"include": "heads"}, {"activations": "block"}):
+    bad: list[dict[str, Any]]
+    bad = [{"format": "int4"}, {"granularity": "column"}, {"include": "heads"}, {"activations": "block"}]
+    for wrong in bad:
         with pytest.raises(ValueError, match=f"unknown {next(iter(wrong))}"):
-            tbt.quantize_model(model, **wrong)  # type: ignore[arg-type]
+            tbt.quantize_model(model, **wrong)
     with pytest.raises(ValueError, match="already"):
         tbt.quantize_model(tbt.quantize_model(model, include="ffn"))
     broken = tbt.Decoder(model.config).requires_grad_(False)
-    broken.layers[1].feed_forward.up_proj.weight[0, 0] = math.nan  # type: ignore[union-attr]
+    broken.get_parameter("layers.1.feed_forward.up_proj.weight")[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"layer 1, feed_forward\.up_proj: the weight holds NaN"):
         tbt.quantize_model(broken)
 
@@ -512,8 +516,11 @@ def test_w8a8_runs_a_whole_model_and_generates(model: tbt.Decoder) -> None:
 
 
 def test_counting_a_pass_sees_one_byte_a_weight(model: tbt.Decoder) -> None:
+    def cost(m: tbt.Decoder) -> tbt.measure.Count:
+        return tbt.measure.count(lambda: m(torch.tensor([[5]])), weights=m)
+
     q = tbt.quantize_model(model)
-    plain, small = (tbt.measure.count(lambda m=m: m(torch.tensor([[5]])), weights=m) for m in (model, q))
+    plain, small = cost(model), cost(q)
     linears = [m for m in model.layers.modules() if isinstance(m, nn.Linear)]
     saved = sum(m.weight.nbytes - m.weight.numel() - 4 * m.out_features for m in linears)
     assert plain.flops == small.flops

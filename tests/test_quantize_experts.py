@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import families
 import numpy as np
@@ -21,13 +21,18 @@ from torch import Tensor, nn
 
 import tokenbytoken as tbt
 from tokenbytoken.checkpoints import QuantizedExperts, QuantizedLinear, QuantizedTensor, probe, quantize
+from tokenbytoken.checkpoints.number_formats import Granularity
 from tokenbytoken.cost.recipes import recipes
+from tokenbytoken.layers import LatentAttention
 from tokenbytoken.layers.feed_forward import Experts, MoE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMATS = ["e4m3", "e5m2", "int8"]
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
-GRANULARITIES = ["tensor", "row", "tile", "block"]
+GRANULARITIES: list[Granularity] = ["tensor", "row", "tile", "block"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -41,7 +46,7 @@ def config_of(kind: str, **changes: Any) -> tbt.DecoderConfig:
     return dataclasses.replace(config, mtp_layers=0)  # a Decoder holds no prediction module
 
 
-def decoder(config: tbt.DecoderConfig, seed: int = 0) -> Any:
+def decoder(config: tbt.DecoderConfig, seed: int = 0) -> tbt.Decoder:
     return families.redraw(tbt.Decoder(config), seed)
 
 
@@ -59,15 +64,15 @@ def stack(E: int = 3, width: int = 144, M: int = 200) -> Experts:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_stack_is_a_loop_over_its_matrices_and_their_ragged_blocks(format: str, granularity: str) -> None:
+def test_a_stack_is_a_loop_over_its_matrices_and_their_ragged_blocks(format: str, granularity: Granularity) -> None:
     x = stack().up_proj.detach()
     rows, columns = {"tensor": (144, 200), "row": (1, 200), "tile": (1, 128), "block": (128, 128)}[granularity]
-    q = quantize(x, format, granularity, stacked=True)  # type: ignore[arg-type]
+    q = quantize(x, format, granularity, stacked=True)
     assert q.scales.shape == (3, math.ceil(144 / rows), math.ceil(200 / columns))
     assert q.nbytes == x.numel() + 4 * q.scales.numel()
     back = q.dequantize(torch.float64)
     for e in range(3):
-        alone = quantize(x[e], format, granularity)  # type: ignore[arg-type]
+        alone = quantize(x[e], format, granularity)
         assert torch.equal(q[e].values.view(torch.uint8), alone.values.view(torch.uint8))
         assert torch.equal(q[e].scales, alone.scales)
         for i in range(0, 144, rows):
@@ -117,10 +122,7 @@ def test_shapes_on_the_meta_device_are_those_of_real_numbers() -> None:
     for x, stacked in ((normal(130, 257), False), (normal(3, 130, 257), True), (normal(2, 5, 257), False)):
         for format in FORMATS:
             for granularity in GRANULARITIES:
-                real, ghost = (
-                    quantize(t, format, granularity, stacked=stacked)  # type: ignore[arg-type]
-                    for t in (x, x.to("meta"))
-                )
+                real, ghost = (quantize(t, format, granularity, stacked=stacked) for t in (x, x.to("meta")))
                 assert (ghost.values.shape, ghost.values.dtype) == (real.values.shape, real.values.dtype)
                 assert (ghost.scales.shape, ghost.scales.dtype) == (real.scales.shape, real.scales.dtype)
                 assert ghost.block == real.block
@@ -158,9 +160,9 @@ def derived(experts: QuantizedExperts, x: Tensor, expert: int) -> Tensor:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_quantised_experts_equal_a_derivation_in_float64(format: str, granularity: str) -> None:
+def test_quantised_experts_equal_a_derivation_in_float64(format: str, granularity: Granularity) -> None:
     plain, x = stack(), normal(5, 200)
-    q = QuantizedExperts.from_experts(plain, format, granularity)  # type: ignore[arg-type]
+    q = QuantizedExperts.from_experts(plain, format, granularity)
     for expert in range(3):
         families.assert_close(q(x, expert).double(), derived(q, x, expert), 1e-5)
         error = (q(x, expert) - plain(x, expert)).norm() / plain(x, expert).norm()
@@ -170,7 +172,7 @@ def test_quantised_experts_equal_a_derivation_in_float64(format: str, granularit
 
 @pytest.mark.parametrize("activations", ["row", "tile"])
 @pytest.mark.parametrize("format", ["e4m3", "int8"])
-def test_the_input_of_each_product_is_quantised(format: str, activations: str) -> None:
+def test_the_input_of_each_product_is_quantised(format: str, activations: Granularity) -> None:
     x = normal(5, 200)
     x[3, :128] *= 100  # its other tile is not affected
     q = QuantizedExperts.from_experts(stack(), format, "block", activations=activations)
@@ -185,7 +187,7 @@ def test_the_input_of_each_product_is_quantised(format: str, activations: str) -
 
 
 @pytest.mark.parametrize("activations", ["tensor", "row"])
-def test_the_scaled_product_where_there_is_one_equals_the_dequantised_product(activations: str) -> None:
+def test_the_scaled_product_where_there_is_one_equals_the_dequantised_product(activations: Granularity) -> None:
     options: dict[str, Any] = {"granularity": "tensor" if activations == "tensor" else "row"}
     plain, x = stack(width=160, M=208), normal(5, 208)
     q = QuantizedExperts.from_experts(plain, **options, activations=activations, matmul="dequantised")
@@ -203,7 +205,7 @@ def test_the_scaled_product_where_there_is_one_equals_the_dequantised_product(ac
 def mixture(**changes: Any) -> MoE:
     defaults = {"num_experts": 8, "experts_per_token": 3, "intermediate_size": 16, "scoring": "sigmoid", "scale": 2.5,
                 "selection_bias": True, "shared_intermediate_size": 16}  # fmt: skip
-    return families.redraw(MoE(tbt.MoEConfig(**{**defaults, **changes}), 24))  # type: ignore[return-value]
+    return families.redraw(MoE(tbt.MoEConfig(**{**defaults, **changes}), 24))
 
 
 def one_byte(block: MoE, **options: Any) -> MoE:
@@ -215,7 +217,7 @@ def one_byte(block: MoE, **options: Any) -> MoE:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 50])
 @pytest.mark.parametrize("activations", [None, "tile"])
-def test_a_mixture_of_quantised_experts_is_the_loop_over_tokens(tokens: int, activations: str | None) -> None:
+def test_a_mixture_of_quantised_experts_is_the_loop_over_tokens(tokens: int, activations: Granularity | None) -> None:
     block = one_byte(mixture(), granularity="block", activations=activations)
     x = normal(tokens, 24)
     want = torch.zeros(tokens, 24, dtype=torch.float64)
@@ -235,9 +237,12 @@ def test_a_pass_expands_the_chosen_experts_and_no_other(monkeypatch: pytest.Monk
     block = one_byte(mixture(shared_intermediate_size=0), granularity="row", format="int8")
     expanded: list[tuple[int, ...]] = []
     original = QuantizedTensor.dequantize
-    monkeypatch.setattr(
-        QuantizedTensor, "dequantize", lambda q, *args: (expanded.append(tuple(q.shape)), original(q, *args))[1]
-    )
+
+    def watched(q: QuantizedTensor, *args: torch.dtype) -> Tensor:
+        expanded.append(tuple(q.shape))
+        return original(q, *args)
+
+    monkeypatch.setattr(QuantizedTensor, "dequantize", watched)
     for tokens in (0, 1, 2, 40):
         x = normal(tokens, 24)
         distinct = len(block.router(x)[1].unique())
@@ -268,8 +273,8 @@ def test_an_outlier_costs_its_own_block_and_not_its_tensor() -> None:
         weight.copy_(0.25 * normal(*weight.shape, seed=i))
     clean = plain.up_proj.clone()
 
-    def error(format: str, granularity: str) -> Tensor:
-        back = quantize(plain.up_proj, format, granularity, stacked=True).dequantize()  # type: ignore[arg-type]
+    def error(format: str, granularity: Granularity) -> Tensor:
+        back = quantize(plain.up_proj, format, granularity, stacked=True).dequantize()
         back[2, 7, 300] = plain.up_proj[2, 7, 300] = clean[2, 7, 300]  # the outlier itself is held well
         return (back - clean).flatten(1).norm(dim=1) / clean.flatten(1).norm(dim=1)  # of each expert
 
@@ -324,11 +329,11 @@ def test_casting_saving_and_copying_leave_codes_and_scales_as_they_are(tmp_path:
 # --- whole models -----------------------------------------------------------------------------------------
 
 
-def rounded_reference(reference: nn.Module, format: str, granularity: str, only: Callable[[str], bool]) -> None:
+def rounded_reference(reference: nn.Module, format: str, granularity: Granularity, only: Callable[[str], bool]) -> None:
     """Round the weights of a model of transformers in place, an expert or a fused half at a time."""
 
     def through(weight: Tensor) -> Tensor:
-        return quantize(weight, format, granularity, (32, 32)).dequantize()  # type: ignore[arg-type]
+        return quantize(weight, format, granularity, (32, 32)).dequantize()
 
     for name, parameter in reference.named_parameters():
         if ".layers." not in name or not only(name):
@@ -344,7 +349,7 @@ def rounded_reference(reference: nn.Module, format: str, granularity: str, only:
             parameter.data.copy_(through(parameter))
 
 
-REFERENCES: dict[str, Callable[..., nn.Module]] = {
+REFERENCES: dict[str, Callable[..., PreTrainedModel]] = {
     "deepseek_v3": families.deepseek_v3, "deepseek_v2": families.deepseek_v2, "mixtral": families.mixtral,
     "jamba": families.jamba,
 }  # fmt: skip
@@ -378,9 +383,11 @@ def test_a_quantised_model_is_the_reference_with_dequantised_weights(
 def test_both_forms_of_latent_attention_read_the_same_one_byte_weight() -> None:
     q = tbt.quantize_model(decoder(config_of("deepseek_v3")), granularity="block")
     tokens, logits = families.random_tokens(2, 12), {}
-    for form in ("absorbed", "expanded"):
-        for layer in q.layers:
-            layer.mixer.form = form
+    forms: tuple[Literal["absorbed", "expanded"], ...] = ("absorbed", "expanded")
+    for form in forms:
+        for mixer in q.mixers:
+            assert isinstance(mixer, LatentAttention)
+            mixer.form = form
         logits[form] = q(tokens)
     families.assert_close(logits["absorbed"], logits["expanded"])
 
@@ -471,7 +478,7 @@ def test_the_bytes_of_jamba_1_5_at_full_size() -> None:
 def test_the_router_bias_is_float32_in_a_half_precision_model_of_blocks() -> None:
     model = decoder(config_of("deepseek_v3")).to(torch.bfloat16)
     dtypes = {
-        recipe: tbt.quantize_as(model, recipe).layers[1].feed_forward.router.selection_bias.dtype
+        recipe: tbt.quantize_as(model, recipe).get_parameter("layers.1.feed_forward.router.selection_bias").dtype
         for recipe in ("fp8-block", "int8")
     }
     assert dtypes == {"fp8-block": torch.float32, "int8": torch.bfloat16}
@@ -513,7 +520,7 @@ def test_what_a_recipe_cannot_do_is_refused_by_name() -> None:
         tbt.quantize_model(model, include="experts")  # type: ignore[arg-type]
     for bad in (math.nan, math.inf):
         broken = decoder(config_of("deepseek_v3"))
-        broken.layers[2].feed_forward.experts.down_proj[5, 3, 1] = bad
+        broken.get_parameter("layers.2.feed_forward.experts.down_proj")[5, 3, 1] = bad
         with pytest.raises(ValueError, match=r"layer 2, feed_forward\.experts: the weight holds NaN or infinity"):
             tbt.quantize_as(broken, "fp8-block")
 
@@ -521,7 +528,8 @@ def test_what_a_recipe_cannot_do_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("format", "outlier"), [("int8", 300.0), ("e4m3", 3e5)])
 def test_an_outlier_among_the_experts_of_a_model_tells_blocks_from_tensors(format: str, outlier: float) -> None:
     shape = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
-    block: MoE = decoder(config_of("deepseek_v3", **shape)).layers[1].feed_forward
+    block = decoder(config_of("deepseek_v3", **shape)).layers[1].feed_forward
+    assert isinstance(block, MoE)
     x, experts = normal(20, 256), block.experts
     chosen = block.router(x)[1]
     busiest = int(chosen.flatten().bincount().argmax())
