@@ -6,9 +6,9 @@ roofline plus the messages between GPUs (:mod:`tokenbytoken.cost.messages`). ``r
 alone; ``served`` sets aside what a server needs besides (:func:`tokenbytoken.cost.working_memory`, an estimate).
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
-131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
-                         node       memory   weights   a reader   readers   first token   a token
-llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2        21.1 s   23.1 ms
+131,072 tokens in; state and times of one reader; times are floors (half of published tokens took 1.7 to 2.9 times that)
+                         node       memory   weights   a reader   readers   served   first token   a token
+llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2        0        19.6 s   21.6 ms
 """
 
 from __future__ import annotations
