@@ -40,7 +40,7 @@ class Recipe:
     save bytes but no arithmetic.
 
     ``four_bits`` and ``eight_bits`` are the roles of weights that products read packed, where their shape fits
-    (:func:`packs_four`, :func:`packs_eight`): half a byte with a scale and a zero of two bytes each for a group of 32,
+    (``packs_four``, ``packs_eight``): half a byte with a scale and a zero of two bytes each for a group of 32,
     or a byte with a scale of two bytes for each row.
     """
 
