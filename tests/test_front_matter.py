@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import front_matter
+import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 import tokenbytoken as tbt
+from tokenbytoken import plot
 
 BOOK = Path(front_matter.__file__).resolve().parents[1]
 
@@ -23,29 +32,50 @@ def test_a_changed_number_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     assert {"_static/cover.svg", "_generated/full_size.md"} <= set(front_matter.stale())
 
 
-@pytest.mark.parametrize("name", [name for name in front_matter.FILES if name.endswith(".svg")])
-def test_drawings_are_sound(name: str) -> None:
-    root = ET.fromstring((BOOK / name).read_text(encoding="utf-8"))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for element in root.iter():
-        kind = element.tag.rpartition("}")[2]
-        if kind == "text":
-            assert int(element.attrib["font-size"]) >= 17  # nine pixels on a phone of 360
-            assert 0 <= float(element.attrib["x"]) <= width
-            assert 0 <= float(element.attrib["y"]) <= height
-        if kind == "rect" and element.get("x"):
-            assert float(element.attrib["x"]) + float(element.attrib["width"]) <= width + 0.5
-    assert "http" not in re.sub(r'xmlns="[^"]*"', "", (BOOK / name).read_text(encoding="utf-8"))
+@pytest.fixture(params=front_matter.FIGURES)
+def fig(request: pytest.FixtureRequest) -> Iterator[Figure]:
+    """A drawing, laid out."""
+    drawn = front_matter.FIGURES[request.param]()
+    drawn.canvas.draw()
+    yield drawn
+    plt.close(drawn)
+
+
+def frames(fig: Figure) -> list[Bbox]:
+    return [box.get_window_extent() for box in fig.axes[0].patches if isinstance(box, Rectangle)]
+
+
+def test_words_are_large_and_stay_in_their_boxes(fig: Figure) -> None:
+    for words in fig.findobj(Text):
+        place = words.get_window_extent()
+        if words.get_text() and words.get_visible() and place.width:
+            assert words.get_fontsize() >= 10  # nine pixels on a phone of 360
+            middle = ((place.x0 + place.x1) / 2, (place.y0 + place.y1) / 2)
+            for frame in [one for one in frames(fig) if one.contains(*middle) and one.height > place.height]:
+                assert frame.x0 < place.x0 < place.x1 < frame.x1, words.get_text()
+
+
+def test_arrows_lead_from_something_to_something(fig: Figure) -> None:
+    (ax,) = fig.axes
+    near = [place.padded(8) for place in [*frames(fig), *(words.get_window_extent() for words in ax.texts)]]
+    for arrow in [arrow for arrow in ax.patches if isinstance(arrow, FancyArrowPatch)]:
+        for end in ax.transData.transform(arrow._posA_posB):
+            assert any(place.contains(*end) for place in near), arrow._posA_posB
+
+
+def test_drawings_load_nothing_from_elsewhere() -> None:
+    for name in front_matter.FIGURES:
+        text = (BOOK / f"_static/{name}.svg").read_text(encoding="utf-8")
+        ET.fromstring(text)
+        assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
 
 
 def test_the_cover_has_a_tile_for_each_layer() -> None:
-    root = ET.fromstring((BOOK / "_static/cover.svg").read_text(encoding="utf-8"))
-    tiles = [e for e in root.iter() if e.tag.endswith("rect") and e.get("height") == "3.6"]
-    mixers = [e for e in tiles if e.get("width") == "67.5"]
-    assert len(mixers) == 126 + 61 + 72
-    fills = [e.get("fill") for e in mixers]
-    assert fills.count("#009E73") == 63  # Jamba's Mamba layers
-    assert fills.count("#0072B2") == 126 + 9
+    fig = front_matter.cover()
+    fills = Counter(to_hex(tile.get_facecolor()).upper() for tile in fig.axes[0].patches if tile.get_height() < 1)
+    plt.close(fig)
+    hues = [fills[plot.colors[name]] for name in ("llama", "deepseek", "jamba", "baseline")]
+    assert hues == [126 + 9, 61, 63, 126 + 61 + 72]  # attention, latent attention, Mamba, feed-forward
 
 
 def test_published_results_stand_in_the_tables() -> None:

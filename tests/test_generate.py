@@ -283,7 +283,7 @@ def smollm2() -> tuple[tbt.Decoder, Any]:
 def test_command_streams_real_text(tmp_path: Path, smollm2: tuple[tbt.Decoder, Any]) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tokenbytoken", "generate", "--prompt", "The capital of France is",
-         "--max-new-tokens", "12"],
+         "--max-new-tokens", "12", "--weights", "float32"],
         capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -301,7 +301,8 @@ def test_command_streams_real_text(tmp_path: Path, smollm2: tuple[tbt.Decoder, A
 def test_command_chats_with_the_models_template(
     smollm2: tuple[tbt.Decoder, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "--chat", "--prompt", "What is 2 + 2?", "--max-new-tokens", "24"]) == 0
+    options = ["--max-new-tokens", "24", "--weights", "float32"]
+    assert main(["generate", "--chat", "--prompt", "What is 2 + 2?", *options]) == 0
     said = capsys.readouterr().out
     assert "<|im_" not in said
     model, tokenizer = smollm2

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenbytoken.config import DecoderConfig
 from tokenbytoken.cost import (
     Accelerator,
+    Placement,
     accelerators,
     communication_seconds,
     count_parameters,
@@ -32,6 +33,7 @@ from tokenbytoken.cost import (
     state_bytes,
     state_share,
     weight_bytes,
+    working_memory_per_gpu,
 )
 from tokenbytoken.models import published
 
@@ -222,9 +224,12 @@ def test_tensor_parallel_sends_two_all_reduces_a_layer() -> None:
     assert gpu.link is not None
     message = 16384 * 2
     assert 252 * message == 8_257_536  # the report's 8.26 MB a token
-    reduce = gpu.link.latency + 2 * 7 / 8 * message / gpu.link.bandwidth
+    reduce = gpu.link.latency + 7 * message / gpu.link.bandwidth  # so small a message is sent to all at once
     gather = gpu.link.latency + 7 / 8 * 128256 * 2 / gpu.link.bandwidth
     assert communication_seconds(config, gpu, 1, gpus=8) == pytest.approx((252 + 1) * reduce + gather)
+    prompt = 8192 * message  # so large a one is added up in the switch: each GPU sends it once, and an eighth again
+    reduce = 2 * gpu.link.latency + 9 / 8 * prompt / gpu.link.bandwidth
+    assert communication_seconds(config, gpu, 8192, gpus=8) == pytest.approx((252 + 1) * reduce + gather)
     assert communication_seconds(config, gpu, 1) == 0
     # three all-reduces for a Mamba layer with a feed-forward, two for one without
     jamba, mamba = CONFIGS["jamba-1.5-large"], CONFIGS["mamba-2.8b"]
@@ -256,9 +261,10 @@ def test_state_shares() -> None:
     llama, v3, jamba = CONFIGS["llama-3.1-405b"], CONFIGS["deepseek-v3"], CONFIGS["jamba-1.5-large"]
     assert [state_share(llama, t)[0] for t in (1, 4, 8, 16)] == [1, 1 / 4, 1 / 8, 1 / 8]  # from 16 on, each head twice
     assert state_share(v3, 8) == (1, 1 / 8)  # one latent, on every GPU
-    assert state_share(v3, 8, "divided") == (1 / 8, 1 / 8)
+    assert state_share(v3, 8, "sequence") == (1 / 8, 1 / 8)
+    assert state_share(v3, 8, "readers") == (1, 1)  # of those readers that the GPU has
     assert state_share(jamba, 8) == (1 / 8, 1 / 8)
-    assert state_share(llama, 12, "divided") == (1 / 12, 1 / 12)  # what is divided by reader needs no even heads
+    assert state_share(llama, 12, "sequence") == (1 / 12, 1 / 12)  # what is split by token needs no even heads
     assert state_share(CONFIGS["smollm2-135m"], 2) == (2 / 3, 1 / 2)  # 3 KV heads: 2 and 1
     with pytest.raises(ValueError, match=r"tensor_parallel = 12 .* must be a multiple of 8 and divide 128"):
         state_share(llama, 12)
@@ -268,11 +274,109 @@ def test_state_shares() -> None:
 
 def test_what_a_gpu_holds() -> None:
     v3 = CONFIGS["deepseek-v3"]
-    replicated = footprint_per_gpu(v3, gpus=8, recipe="fp8-block")
-    divided = footprint_per_gpu(v3, gpus=8, recipe="fp8-block", cache="divided")
-    assert (replicated.per_token, divided.per_token) == (70_272, 70_272 / 8)
-    assert (replicated.max_batch(141e9, READER), divided.max_batch(141e9, READER)) == (5, 47)
-    assert divided.max_batch(80e9, READER) == 0
+    found = {}
+    for cache in ("heads", "readers", "sequence"):
+        size = footprint_per_gpu(v3, gpus=8, recipe="fp8-block", cache=cache)
+        found[cache] = (size.per_token, size.max_batch(141e9, READER))
+        assert size.max_batch(80e9, READER) == 0
+    assert found == {"heads": (70_272, 5), "readers": (70_272, 32), "sequence": (70_272 / 8, 47)}
+    # Five readers would fit beside the weights an eighth of which each GPU has; but it has all of the attention's.
+    free = 141e9 - weight_bytes(v3, "fp8-block") / 8
+    assert 8 * math.floor(free / (READER * 70_272)) == 40
+    attention = sum(
+        w.area + 4 * math.ceil(w.rows / 128) * math.ceil(w.columns / 128) if w.role == "attention" else 2 * w.area
+        for layer in v3.layers
+        for w in layer.mixer.weights(v3.hidden_size)
+    )
+    assert footprint_per_gpu(v3, gpus=8, recipe="fp8-block", cache="readers").weights == pytest.approx(
+        (weight_bytes(v3, "fp8-block") - attention) / 8 + attention
+    )
+    # 70B with one KV head: copied to every GPU, or dealt by reader, or by token.
+    layers = CONFIGS["llama-3.1-70b"].layers
+    one_head = replace(
+        CONFIGS["llama-3.1-70b"],
+        layers=tuple(replace(layer, mixer=replace(layer.mixer, num_kv_heads=1)) for layer in layers),
+    )
+    readers = [footprint_per_gpu(one_head, gpus=8, cache=c).max_batch(80e9, READER) for c in found]
+    assert readers == [11, 64, 93]
+
+
+def test_experts_dealt_whole_are_what_a_published_service_does() -> None:
+    """18 nodes of H800, 128 readers a GPU, 4,989 tokens each: times by hand from the published figures."""
+    v3 = CONFIGS["deepseek-v3"]
+    options: dict[str, Any] = {"gpus": 144, "recipe": "fp8-block", "cache": "readers", "experts": "whole"}
+    got = predict(v3, "h100", 128 * 144, 4989, **options)
+    # 58 layers: 128 tokens go to 8 of 256 experts each, which lie on 6.6 of 18 nodes; one in eighteen needs no network
+    nodes = 18 * (1 - (17 / 18) ** 8)
+    bytes_out = 58 * 128 * nodes * 17 / 18 * 7168 * 3  # a byte a number on the way there, two on the way back
+    assert got.communication_seconds == pytest.approx(bytes_out / 50e9 + 58 * 2 * (16e-6 + 3.6e-6))
+    # its two experts of 44 M weights a layer, attention and all that is dense, and 128 latents
+    experts = 58 * 256 / 144 * 3 * 7168 * 2048
+    one_byte = ("attention", "feed_forward")
+    others = sum((1 if w.role in one_byte else 2) * w.area for w in v3.weights()[1:] if w.copies == 1)
+    latents = 128 * 4990 * 70_272
+    assert got.memory_seconds == pytest.approx((experts + others + latents) / 3.35e12, rel=0.002)
+    slower = predict(v3, "h100", 128 * 144, 4989, **options, busiest=1.5)
+    assert slower.compute_seconds > got.compute_seconds
+    assert slower.communication_seconds == got.communication_seconds
+    few = predict(v3, "h100", 144, 4989, **options)
+    assert few.memory_seconds < got.memory_seconds
+    with pytest.raises(ValueError, match="experts='whole' sends tokens to experts"):
+        predict(v3, "h100", 1, 0, gpus=8, experts="whole")
+
+
+def test_a_lone_reader_in_each_layout() -> None:
+    v3 = CONFIGS["deepseek-v3"]
+    step = {
+        cache: predict(v3, "h200", 1, READER, gpus=8, recipe="fp8-block", cache=cache)
+        for cache in ("heads", "readers", "sequence")
+    }
+    attention = sum(w.area for layer in v3.layers for w in layer.mixer.weights(v3.hidden_size))
+    # by readers one GPU reads all of its attention weights, and by sequence an eighth of the latents
+    assert step["readers"].memory_seconds - step["heads"].memory_seconds == pytest.approx(
+        7 / 8 * attention / 4.8e12, rel=0.01
+    )
+    assert step["heads"].memory_seconds - step["sequence"].memory_seconds == pytest.approx(
+        7 / 8 * (READER + 1) * 70_272 / 4.8e12
+    )
+    assert step["sequence"].communication_seconds > step["heads"].communication_seconds
+    # a full house: every GPU has as much to do as every other, and little is gained or lost
+    even = predict(v3, "h200", 32, READER, gpus=8, recipe="fp8-block", cache="readers")
+    assert even.compute_seconds == pytest.approx(
+        predict(v3, "h200", 32, READER, gpus=8, recipe="fp8-block").compute_seconds
+    )
+
+
+def test_operations_take_their_time() -> None:
+    config = CONFIGS["llama-3.1-8b"]
+    plain, graphed, eager = (predict(config, "h100", 1, 1, launched=how) for how in (None, "graphed", "eager"))
+    # 4 + 3 products, 2 norms, attention and gate in 32 layers; embedding, norm, head
+    assert graphed.launches == eager.launches == 32 * 11 + 3
+    assert graphed.seconds == pytest.approx(plain.seconds + 355 * 1.3e-6)
+    assert eager.seconds == plain.seconds  # the host is ahead
+    small = predict(CONFIGS["smollm2-135m"], "h100", 1, 1, launched="eager")
+    assert small.seconds == pytest.approx(333 * 5e-6)  # and here it is not
+    assert small.binds == "overhead"
+    with pytest.raises(ValueError, match="launched must be 'eager', 'graphed' or None"):
+        predict(config, "h100", 1, 1, launched="lazy")  # type: ignore[arg-type]
+    own = replace(accelerators["h100"], launch=None)
+    with pytest.raises(ValueError, match="H100 has no published time of a launch"):
+        predict(config, own, 1, 1, launched="eager")
+
+
+def test_working_memory_of_published_servers() -> None:
+    """What others found to fit, against an estimate that saw none of it."""
+    def longest(name: str, gpu: str, gpus: int, recipe: str, chunk: int | None = None) -> float:
+        config, placement = CONFIGS[name], Placement(gpus=gpus, recipe=recipe)
+        size = footprint_per_gpu(config, gpus=gpus, recipe=recipe)
+        working = working_memory_per_gpu(config, gpu, placement, chunk)
+        return size.max_context(max(0, accelerators[gpu].memory_bytes - working.bytes))
+
+    # Jamba 1.5 Mini reads prompts whole: up to 200K tokens on two A100 (its model card), 3.1M by weights and state
+    assert longest("jamba-1.5-mini", "a100-80", 2, "bf16", 200_000) > 200_000
+    assert longest("jamba-1.5-mini", "a100-80", 2, "bf16", 240_000) < 240_000
+    # 405B in FP8 on eight H100: the cache was full at 70K to 104K tokens (dstack, 2024), 172K by weights and state
+    assert 104_000 < longest("llama-3.1-405b", "h100", 8, "fp8-ffn") < 130_000
 
 
 @given(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import tokenbytoken as tbt
-from tokenbytoken.cost import Accelerator, Ledger, book, ledger, predict, row
+from tokenbytoken.cost import Accelerator, predict
+from tokenbytoken.world import Ledger, book, ledger, row, typical
 
 CONFIG = tbt.published["llama-3.1-405b"]
 
@@ -19,16 +20,19 @@ def _gigabytes(count: float) -> str:
 
 
 def test_the_rows_of_the_book() -> None:
-    found = [(_gigabytes(r.weight_bytes), _gigabytes(r.reader_bytes), r.weights_fit, r.readers) for r in book()]
+    found = [
+        (_gigabytes(r.weight_bytes), _gigabytes(r.reader_bytes), r.weights_fit, r.readers, r.served) for r in book()
+    ]
     assert found == [
-        ("811.7", "1,082.3", False, 0),  # 405B, a KV head for each of 128 query heads
-        ("811.7", "67.6", False, 0),
-        ("487.2", "67.6", True, 2),  # the paper's FP8
-        ("487.2", "33.8", True, 4),  # with an FP8 cache
-        ("688.6", "9.2", False, 0),  # DeepSeek-V3 on eight H100
-        ("688.6", "9.2", True, 5),  # on eight H200, the latent on each GPU
-        ("688.6", "9.2", True, 47),  # divided
-        ("427.5", "4.9", True, 43),  # Jamba 1.5 Large in INT8
+        ("811.7", "1,082.3", False, 0, 0),  # 405B, a KV head for each of 128 query heads
+        ("811.7", "67.6", False, 0, 0),
+        ("487.2", "67.6", True, 2, 0),  # the paper's FP8
+        ("487.2", "33.8", True, 4, 1),  # with an FP8 cache
+        ("688.6", "9.2", False, 0, 0),  # DeepSeek-V3 on eight H100
+        ("688.6", "9.2", True, 5, 4),  # on eight H200, the latent on each GPU
+        ("688.6", "9.2", True, 32, 16),  # each reader on one GPU
+        ("688.6", "9.2", True, 47, 33),  # each reader's tokens on all
+        ("427.5", "4.9", True, 43, 25),  # Jamba 1.5 Large in INT8
     ]
 
 
@@ -51,8 +55,8 @@ def test_kv_heads_change_the_cache_and_not_the_weights() -> None:
     )
     assert row("smollm2-135m", kv_heads=9, gpus=1, gpu=exact).readers == 2
     assert whole.token_seconds is None
-    assert whole.label == "smollm2-135m bf16, 9 KV heads cached"
-    assert row("smollm2-135m", kv_heads=1, gpus=1).label == "smollm2-135m bf16, 1 KV head cached"
+    assert whole.label == "smollm2-135m bf16, 9 KV heads"
+    assert row("smollm2-135m", kv_heads=1, gpus=1).label == "smollm2-135m bf16, 1 KV head"
     for model in ("deepseek-v3", "mamba-2.8b"):
         with pytest.raises(ValueError, match="no attention layers whose KV heads could be set"):
             row(model, kv_heads=8)
@@ -64,7 +68,11 @@ def test_text() -> None:
     assert len(lines) <= 12
     assert max(map(len, lines)) <= 120
     assert repr(ledger()) == text
-    assert "131,072 tokens in" in lines[0]
+    low, high = typical("lone decode")
+    assert lines[0] == (
+        "131,072 tokens in; state and times of one reader; "
+        f"times are floors (half of published tokens took {low} to {high} times that)"
+    )
     body = [re.split(r" {2,}", line.strip()) for line in lines[2:]]
     assert [cells[0] for cells in body] == [r.label for r in book()]
     assert [cells[5] for cells in body] == [f"{r.readers}" for r in book()]

@@ -299,6 +299,20 @@ def test_a_record_is_written_only_on_request(tmp_path: Path, monkeypatch: pytest
             measure.reference(name)
 
 
+def test_a_gpu_never_replaces_the_record_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_RECORDS", tmp_path)
+    monkeypatch.setenv("TBT_RECORD", "1")
+    measure.record("speed", {"ms": 3.1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    measure.record("speed", {"ms": 0.1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.json", "speed.nvidia-h100-80gb-hbm3.json"]
+    assert measure.reference("speed")["payload"] == {"ms": 3.1}
+    found = measure.reference("speed", gpu="NVIDIA H100 80GB HBM3")
+    assert (found["payload"], found["device"]) == ({"ms": 0.1}, "NVIDIA H100 80GB HBM3")
+    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+
+
 def test_committed_records_say_where_they_come_from() -> None:
     paths = sorted((_paths.BOOK / "measurements").glob("*.json"))
     assert paths

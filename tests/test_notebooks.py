@@ -311,7 +311,6 @@ def test_fences_nest_and_carry_options() -> None:
     assert isinstance(reply, myst.Directive)
     assert (reply.name, reply.argument, reply.options) == ("reply", "**4** ms", {"class": "x"})
     assert reply.body.strip() == "No."
-    assert reply.line == 5
 
 
 def test_a_fence_ends_at_the_first_that_is_as_long() -> None:
@@ -349,9 +348,33 @@ def test_fences_as_the_book_reads_them(sample: Path) -> None:
 
 def test_roles_are_no_code_and_code_holds_no_roles() -> None:
     text = "by {eq}`eq-1` and `{eq}` and `` {ref}`x` `` and {cite:p}`a,b`"
-    assert [(role["name"], role["text"]) for role in myst.ROLE.finditer(myst.without_code(text))] == []
-    changed = myst.outside_code(text, lambda piece: myst.ROLE.sub("R", piece))
-    assert changed == "by R and `{eq}` and `` {ref}`x` `` and R"
+    assert [(role.name, role.text) for role in myst.marks(text, "role")] == [("eq", "eq-1"), ("cite:p", "a,b")]
+    assert myst.replace(text, lambda role: "R", "role") == "by R and `{eq}` and `` {ref}`x` `` and R"
+
+
+def test_marks_stand_where_they_are_found() -> None:
+    """In a list, a table, a quotation, a link, and across lines."""
+    text = (
+        "(a)=\n# On `b`\n\n- c, {eq}`d` [f\n  $g$](h.md#i)\n\n  $$\n  j\n  $$ (k)\n\n> l\n> ![m `n`](o.png)\n\n"
+        "| `p` | $q$ |\n|---|---|\n| $r$ | {ref}`s` |\n\nUSD $2 and $3, \\$4"
+    )
+    found = {text[mark.start : mark.end]: (mark.kind, mark.text, mark.name) for mark in myst.all_marks(text)}
+    assert found == {
+        "(a)=": ("target", "a", "a"),
+        "`b`": ("code", "b", ""),
+        "{eq}`d`": ("role", "d", "eq"),
+        "[f\n  $g$](h.md#i)": ("link", "f\n  $g$", "h.md#i"),
+        "$g$": ("math", "g", ""),
+        "$$\n  j\n  $$ (k)": ("display", "\n  j\n  ", "k"),
+        "![m `n`](o.png)": ("image", "m `n`", "o.png"),
+        "`p`": ("code", "p", ""),
+        "$q$": ("math", "q", ""),
+        "$r$": ("math", "r", ""),
+        "{ref}`s`": ("role", "s", "ref"),
+    }
+    blank = myst.without(text, "code", "link", "display", "target")
+    assert [len(line) for line in blank.split("\n")] == [len(line) for line in text.split("\n")]
+    assert not {"(a)", "`b`", "[f", "j"} & set(blank.split())
 
 
 def test_slugs_are_those_of_the_site() -> None:

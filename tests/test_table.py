@@ -123,7 +123,7 @@ def test_the_ledger_has_both_forms() -> None:
     found = tbt.ledger("llama-3.1-405b", recipe="fp8-ffn")
     page = Reader(found._repr_html_())
     assert [cell[3] for cell in page.rows[1]] == found[0].cells()
-    assert [cell[2] for cell in page.rows[1]] == [None, None, *["number"] * 6]
+    assert [cell[2] for cell in page.rows[1]] == [None, None, *["number"] * 7]
     assert str(found).split("\n")[0] in found._repr_html_()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import models as models
     from . import page as page
     from . import run as run
+    from . import world as world
     from ._table import table as table
     from .checkpoints import QuantizedExperts as QuantizedExperts
     from .checkpoints import QuantizedLinear as QuantizedLinear
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .cost import accelerators as accelerators
     from .cost import attention_intensity as attention_intensity
     from .cost import count_parameters as count_parameters
-    from .cost import ledger as ledger
     from .cost import max_batch as max_batch
     from .cost import max_context as max_context
     from .cost import pass_cost as pass_cost
@@ -72,13 +72,15 @@ if TYPE_CHECKING:
     from .run import sample as sample
     from .run import speculate as speculate
     from .run import stream as stream
+    from .world import ledger as ledger
 
 __version__ = "0.1.0"
 
 #: Modules that are read by their own name, and where each lies.
 _MODULES = {
     "checkpoints": "checkpoints", "config": "config", "cost": "cost", "decoder": "decoder", "layers": "layers",
-    "measure": "measure", "models": "models", "page": "page", "run": "run", "check": "page.check", "plot": "page.plot",
+    "measure": "measure", "models": "models", "page": "page", "run": "run", "world": "world", "check": "page.check",
+    "plot": "page.plot",
 }  # fmt: skip
 _NAMES = {
     "config": (
@@ -89,8 +91,9 @@ _NAMES = {
     "cost": (
         "ParameterCount", "PassCost", "attention_intensity", "count_parameters", "max_batch", "max_context",
         "pass_cost", "prefill_crossing", "state_bytes", "state_bytes_per_token", "weight_bytes", "Accelerator",
-        "Prediction", "accelerators", "predict", "ledger",
+        "Prediction", "accelerators", "predict",
     ),
+    "world": ("ledger",),
     "_table": ("table",),
     "decoder": ("Decoder", "DecoderState"),
     "run": (

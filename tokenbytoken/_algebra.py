@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Expression", "Number", "Symbol", "is_symbolic", "maximum", "minimum", "where"]
+__all__ = ["Expression", "Number", "Symbol", "is_symbolic", "log2", "maximum", "minimum", "where"]
 
 #: What a closed form takes and gives. (An expression takes part in arithmetic as any number does.)
 Number = Any
@@ -27,7 +27,7 @@ Number = Any
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "**": operator.pow, "<": operator.lt, "<=": operator.le, "ceil": math.ceil,
-    "floor": math.floor, "round": round, "min": min, "max": max,
+    "floor": math.floor, "log2": math.log2, "round": round, "min": min, "max": max,
     "where": lambda condition, yes, no: yes if condition else no,
 }  # fmt: skip
 
@@ -175,6 +175,10 @@ def is_symbolic(*values: Any) -> bool:
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """``yes`` if the condition holds, else ``no``; both are computed."""
     return Expression("where", condition, yes, no) if is_symbolic(condition) else yes if condition else no
+
+
+def log2(x: Any) -> Any:
+    return Expression("log2", x) if is_symbolic(x) else math.log2(x)
 
 
 def minimum(a: Any, b: Any) -> Any:

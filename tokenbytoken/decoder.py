@@ -283,11 +283,21 @@ class Decoder(nn.Module):
         return tuple(cast(Layer, layer).mixer for layer in self.layers)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the hidden states, and of the numbers that a state keeps."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.norm.weight.device
+
+    @property
     def kind(self) -> Hashable:
         """What a state must have in common with this model: its layers, dtype, and what its caches store."""
         # Under tensor parallelism the mixers are of fewer heads.
         caches = tuple((mixer.config, getattr(mixer, "cache_format", None)) for mixer in self.mixers)
-        return self.config.layers, self.embed.weight.dtype, caches
+        return self.config.layers, self.dtype, caches
 
     def new_state(
         self, batch_size: int, max_length: int, padding: Sequence[int] | Tensor | None = None
@@ -297,14 +307,13 @@ class Decoder(nn.Module):
         ``padding`` (B,) counts each row's pad tokens; every row must keep at least one real token.
         """
         batch_size, max_length = whole("batch_size", batch_size), whole("max_length", max_length)
-        weight = self.embed.weight
         pads = _check_padding([0] * batch_size if padding is None else padding, batch_size, max_length)
         try:
-            layers = [mixer.new_state(batch_size, max_length, weight.dtype, weight.device) for mixer in self.mixers]
+            layers = [mixer.new_state(batch_size, max_length, self.dtype, self.device) for mixer in self.mixers]
         except RuntimeError as error:  # torch's word for memory that it does not get
             reason = str(error).partition("\n")[0]
             raise ValueError(f"no memory for a state of {batch_size} × {max_length} tokens: {reason}") from None
-        return DecoderState(self.kind, layers, max_length, pads.to(weight.device))
+        return DecoderState(self.kind, layers, max_length, pads.to(self.device))
 
     def forward(
         self,

@@ -27,7 +27,7 @@ from pathlib import Path
 import myst
 import nbformat
 import tomllib
-from myst import Block, Code, Directive, Text
+from myst import Block, Code, Directive, Mark, Text
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
@@ -50,6 +50,7 @@ ADMONITIONS = {
     "warning": "Warning",
 }
 TRANSPARENT = frozenset({"tab-set", "grid", "div", "container", "glossary", "only-html"})
+RAW = re.compile(r"^\s*:{3,}.*$|\{\{.+?\}\}", re.M)  # marks of MyST that the parser takes for words
 DROPPED = frozenset({"raw", "toctree", "contents", "bibliography", "tableofcontents"})
 
 
@@ -80,13 +81,15 @@ class Citation:
 def read_citations(path: Path) -> dict[str, Citation]:
     if not path.exists():
         return {}
+    from pybtex.backends.plaintext import Backend
     from pybtex.database import parse_file
 
+    plain = Backend()  # once: by its name pybtex would look for it in every installed package, for every part of a name
     found = {}
     for key, entry in parse_file(str(path), bib_format="bibtex").entries.items():
         people = entry.persons.get("author") or entry.persons.get("editor") or []
         names = [
-            " ".join(part.render_as("text") for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people
+            " ".join(part.render(plain) for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people
         ]
         authors = " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
         fields = entry.fields
@@ -120,7 +123,7 @@ def collect(folder: Path) -> References:
     for path in sorted(folder.glob("*.md")):
         source = path.read_text(encoding="utf-8")
         found.pages[path.stem] = next((text for _, text in myst.headings(source)), path.stem)
-        name_targets(source, found)
+        found.names |= myst.titles(source)
     for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
         number = chapter_number(path)
         equations = figures = exercises = tables = 0
@@ -131,7 +134,7 @@ def collect(folder: Path) -> References:
                     figures += 1
                     found.figures[path.name, index] = found.names[figure.get("name", "")] = f"Figure {number}.{figures}"
                 continue
-            for label in myst.equation_labels(cell.source):
+            for label in myst.labels(cell.source, equations=True):
                 equations += 1
                 found.equations[label] = f"{number}.{equations}"
             for directive in myst.directives(cell.source):
@@ -146,16 +149,10 @@ def collect(folder: Path) -> References:
                     found.names[directive.label] = f"Exercise {number}.{exercises}"
                 elif directive.label and directive.name != "math":
                     found.names.setdefault(directive.label, directive.argument or directive.name)
-            name_targets(cell.source, found)
+            found.names |= myst.titles(cell.source)
             if index == 0:
                 found.pages[path.stem] = next((text for _, text in myst.headings(cell.source)), path.stem)
     return found
-
-
-def name_targets(source: str, found: References) -> None:
-    """A label on the line before a heading is called what the heading says."""
-    for match in re.finditer(r"^\((?P<label>[\w:.-]+)\)=[ ]*\n+#{1,6}[ ]+(?P<text>.+)$", source, re.M):
-        found.names[match["label"]] = match["text"].strip()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -310,22 +307,17 @@ class Converter:
             kept.append(text)
             return f"\ue000{len(kept) - 1}\ue001"
 
-        def pieces(match: re.Match[str]) -> str:
-            if match["name"]:
-                return self.role(match["name"], match["content"].strip(), keep)
-            if match["display"]:
-                shown = myst.DISPLAY.match(match["display"])
-                assert shown is not None
-                if not shown["label"]:
-                    return keep(match["display"])
-                return keep(self.display(shown["body"].strip(), shown["label"]))
-            return keep(match.group())
+        def change(mark: Mark) -> str:
+            if mark.kind == "role":
+                return self.role(mark.name, mark.text.strip(), keep)
+            if mark.kind == "display" and mark.name:
+                return keep(self.display(mark.text.strip(), mark.name))
+            return "" if mark.kind == "target" else keep(source[mark.start : mark.end])
 
-        text = PROTECTED.sub(pieces, source)
+        text = myst.replace(source, change, "code", "role", "math", "display", "target")
         text = re.sub(r"^%.*\n?", "", text, flags=re.M)
         text = re.sub(r"^\+\+\+.*\n?", "", text, flags=re.M)
-        text = myst.TARGET.sub("", text)
-        text = myst.LINK.sub(self.link, text)
+        text = self.links(text)
         text = re.sub(r"\[([^\[\]\n]*)\]\{[.#][^{}\n]*\}", r"\1", text)  # a span with attributes
         text = re.sub(r"(?<=[)\ue001])\{[.#\w][^{}\n]*\}", "", text)  # attributes of a picture or of code
         text = re.sub(r"^\{[.#][^{}\n]*\}[ ]*\n?", "", text, flags=re.M)  # attributes of a block
@@ -343,19 +335,22 @@ class Converter:
         text = re.sub(r"(?<!\w)\*(.+?)\*(?!\w)", r"<i>\1</i>", text)
         return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
 
-    def link(self, match: re.Match[str]) -> str:
+    def links(self, source: str) -> str:
         """A link inside the book leads to the site where its address is known, and is plain text where not."""
-        target = match["target"].strip("<>")
-        if match["image"]:
-            return self.picture(match["text"], target)
-        if re.match(r"[a-z][a-z+.-]*:", target):
-            return match.group()
-        name, _, anchor = target.partition("#")
-        text = match["text"] or self.references.names.get(anchor) or self.references.pages.get(Path(name).stem, name)
-        if self.site:
-            page = re.sub(r"\.(?:ipynb|md)$", ".html", name or self.path.name)
-            return f"[{text}]({self.site}/book/{page}{'#' + anchor if anchor else ''})"
-        return text
+
+        def change(link: Mark) -> str:
+            if link.kind == "image":
+                return self.picture(link.text, link.name)
+            if re.match(r"[a-z][a-z+.-]*:", link.name):
+                return source[link.start : link.end]
+            name, _, anchor = link.name.partition("#")
+            text = link.text or self.references.names.get(anchor) or self.references.pages.get(Path(name).stem, name)
+            if self.site:
+                page = re.sub(r"\.(?:ipynb|md)$", ".html", name or self.path.name)
+                return f"[{text}]({self.site}/book/{page}{'#' + anchor if anchor else ''})"
+            return text
+
+        return myst.replace(source, change, "link", "image")
 
     def role(self, name: str, content: str, keep: Callable[[str], str]) -> str:
         titled = re.fullmatch(r"(?P<title>.*?)\s*<(?P<target>[^<>]+)>", content, re.S)
@@ -394,16 +389,6 @@ class Converter:
         return "(" + "; ".join(citation.parenthetical() for citation in found) + ")"
 
 
-PROTECTED = re.compile(
-    r"(?P<escaped>\\[`$])"
-    rf"|{myst.ROLE.pattern.replace('(?P<text>', '(?P<content>')}"
-    rf"|(?P<display>{re.sub(r'[?]P<[a-z]+>', '?:', myst.DISPLAY.pattern)})"
-    r"|(?<!`)(?P<span>`+)(?!`).+?(?<!`)(?P=span)(?!`)"
-    rf"|{re.sub(r'[?]P<[a-z]+>', '?:', myst.INLINE.pattern)}",
-    re.S,
-)
-
-
 def inner(name: str) -> str:
     """A name as it stands inside a sentence: Figure 4.1, figure 4.1."""
     return name[:1].lower() + name[1:]
@@ -419,7 +404,7 @@ def details(summary: str, body: str) -> str:
 
 def quote(text: str) -> str:
     """As a quotation; a formula on several lines would carry the marks into the formula, so it goes on one."""
-    text = myst.DISPLAY.sub(lambda match: f"$$ {' '.join(match['body'].split())} $$", text)
+    text = myst.replace(text, lambda formula: f"$$ {' '.join(formula.text.split())} $$", "display")
     return "\n".join(f"> {line}".rstrip() for line in text.split("\n"))
 
 
@@ -539,25 +524,16 @@ def convert(path: Path, references: References, site: str = "") -> NotebookNode:
 
 def leftover(markdown: str) -> str | None:
     """MyST that is still in a text, if any."""
-    plain = myst.without_code("\n".join(block.source for block in myst.parse(markdown) if isinstance(block, Text)))
-    fences = [block.name for block in myst.parse(markdown) if isinstance(block, Directive)]
-    patterns = (
-        r"\{[a-z][\w:.-]*\}`",
-        r"^\s*:{3,}.*$",
-        r"^\([\w:.-]+\)=\s*$",
-        r"\$\$[ \t]*\([\w:.-]+\)",
-        r"\{\{.+?\}\}",
-    )
-    bare = "\n".join(block.source for block in myst.parse(markdown) if isinstance(block, Text))
-    for text, pattern in ((bare, patterns[0]), *((plain, pattern) for pattern in patterns[1:])):
-        for match in re.finditer(pattern, text, re.M):
-            if text is plain or not inside_code(bare, match.start()):
-                return match.group()
-    return fences[0] if fences else None
-
-
-def inside_code(text: str, position: int) -> bool:
-    return any(span.start() <= position < span.end() - 1 for span in myst.SPAN.finditer(text))
+    for block in myst.parse(markdown):
+        if isinstance(block, Directive):
+            return block.name
+        if isinstance(block, Text):
+            for mark in myst.marks(block.source, "role", "target", "display"):
+                if mark.name:
+                    return block.source[mark.start : mark.end]
+            if found := RAW.search(myst.without(block.source, "code", "math", "display")):
+                return found.group()
+    return None
 
 
 def main() -> int:

@@ -188,8 +188,9 @@ def main() -> int:
             print(f"{path.name:<32} {seconds[path.stem]:6.1f} s {size}{over}", flush=True)
     if len(seconds) > 1:
         print(f"{'together':<32} {sum(seconds.values()):6.1f} s")
-    if arguments.record_times and seconds:
-        record(seconds)
+    chapters = {name: value for name, value in seconds.items() if re.match(r"\d\d_", name)}
+    if arguments.record_times and chapters:
+        record(chapters)
     return 1 if failed else 0
 
 

@@ -1,7 +1,8 @@
-"""A reading of MyST Markdown, as far as this book uses it: fences, directives with options, roles, equations.
+"""MyST Markdown as the book's own parser reads it, for the notebook rules and the Colab edition.
 
-The blocks of a page as plain data, for the notebook rules and the Colab edition. Fences follow the
-parser of the book itself: a fence ends at the first line that repeats its character at least as often.
+`parse` gives the blocks of a page as plain data, `marks` what running text holds besides words. markdown-it says
+of a block in which lines it stands, but of what stands within a line nothing: each inline rule is wrapped so that
+it notes where it began and ended.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from textwrap import dedent
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from urllib.parse import unquote
 
-FENCE = re.compile(r"^(?P<indent>[ ]*)(?P<fence>`{3,}|~{3,}|:{3,})[ ]*(?P<info>.*?)[ ]*$")
-NAME = re.compile(r"^\{(?P<name>[\w:.+-]+)\}[ ]*(?P<argument>.*)$")
-OPTION = re.compile(r"^:(?P<key>[\w-]+):(?:[ ]+(?P<value>.*))?$")
-ROLE = re.compile(r"(?<![`\\])\{(?P<name>[A-Za-z][\w:+.-]*)\}(?P<ticks>`+)(?P<text>.+?)(?<!`)(?P=ticks)(?!`)", re.S)
-TARGET = re.compile(r"^\((?P<label>[\w:.-]+)\)=[ ]*$", re.M)
-DISPLAY = re.compile(r"\$\$(?P<body>.+?)\$\$(?:[ \t]*\((?P<label>[\w:.-]+)\))?", re.S)
-INLINE = re.compile(r"(?<![\\$])\$(?![\s$])(?P<body>(?:\\.|[^$\\])+?)(?<![\s\\])\$(?![\d$])", re.S)
-SPAN = re.compile(r"(?<!`)(?P<ticks>`+)(?!`)(?P<text>.+?)(?<!`)(?P=ticks)(?!`)", re.S)
-LINK = re.compile(
-    r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target><[^>]*>|[^()\s]+)(?P<title>[ ]+\"[^\"]*\")?\)"
-)
+import yaml
+from docutils.parsers.rst.directives.misc import TestDirective
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
+from mdit_py_plugins.anchors.index import slugify
+from myst_parser.config.main import MdParserConfig
+from myst_parser.parsers.directives import parse_directive_text
+from myst_parser.parsers.mdit import create_md_parser
+
+CONFIG = Path(__file__).resolve().parents[2] / "_config.yml"
 CITE = re.compile(r"^(?:foot)?cite(?::[a-z]+)?$")
 
 # Directives whose body is not Markdown.
@@ -29,13 +34,18 @@ LITERAL = frozenset(
     {"math", "code", "code-block", "code-cell", "raw", "mermaid", "toctree", "bibliography", "eval-rst"}
 )
 
+# The tokens that are marks, and what we call them.
+KINDS = {
+    "code_inline": "code", "image": "image", "link_open": "link", "math_inline": "math",
+    "math_block": "display", "math_block_label": "display", "myst_role": "role", "myst_target": "target",
+}  # fmt: skip
+
 
 @dataclass
 class Text:
     """Lines of Markdown outside any fence."""
 
     source: str
-    line: int
 
 
 @dataclass
@@ -44,7 +54,6 @@ class Code:
 
     language: str
     source: str
-    line: int
     closed: bool = True
 
 
@@ -56,8 +65,6 @@ class Directive:
     argument: str
     options: dict[str, str]
     body: str
-    line: int
-    fence: str = ":::"
     closed: bool = True
     children: list[Block] = field(default_factory=list)
 
@@ -70,72 +77,79 @@ class Directive:
 Block = Text | Code | Directive
 
 
-def parse(source: str, first_line: int = 1) -> list[Block]:
+@dataclass(frozen=True)
+class Mark:
+    """Code, role, formula, link, picture or label in a text, and from where to where it stands."""
+
+    kind: str
+    start: int
+    end: int
+    text: str  # what it holds; the words of a link, the alternative text of a picture
+    name: str  # of a role its name, of a displayed formula its label, of a link or picture where it leads
+
+
+def noting(rule: Callable[[StateInline, bool], bool]) -> Callable[[StateInline, bool], bool]:
+    """The rule, but the tokens it makes hold from where to where their source stands."""
+
+    def noted(state: StateInline, silent: bool) -> bool:
+        start, known = state.pos, len(state.tokens)
+        if not rule(state, silent):
+            return False
+        for token in state.tokens[known:]:
+            token.meta.setdefault("place", (start, state.pos))
+        return True
+
+    return noted
+
+
+def site_parser() -> MarkdownIt:
+    """The parser of the site, but stricter: a dollar with a space on its inner side is money, no formula."""
+    extensions = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["parse"]["myst_enable_extensions"]
+    parser = create_md_parser(MdParserConfig(enable_extensions=set(extensions), dmath_allow_space=False), RendererHTML)
+    ruler = parser.inline.ruler
+    for name, rule in zip(ruler.get_active_rules(), ruler.getRules(""), strict=True):
+        ruler.at(name, noting(rule))
+    return parser
+
+
+PARSER = site_parser()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Blocks
+
+
+@cache
+def block_tokens(source: str) -> list[Token]:
+    tokens: list[Token] = []
+    PARSER.block.parse(source + "\n", PARSER, {}, tokens)
+    return tokens
+
+
+def parse(source: str) -> list[Block]:
     """Split a page into blocks; directives whose body is Markdown are parsed to the bottom."""
     lines = source.split("\n")
     blocks: list[Block] = []
-    plain: list[str] = []
-    start = i = 0
-
-    def flush() -> None:
-        if any(line.strip() for line in plain):
-            blocks.append(Text("\n".join(plain), first_line + start))
-        plain.clear()
-
-    while i < len(lines):
-        opening = FENCE.match(lines[i])
-        if not opening or (opening["fence"][0] == "`" and "`" in opening["info"]) or not opens(opening):
-            if not plain:
-                start = i
-            plain.append(lines[i])
-            i += 1
-            continue
-        flush()
-        end = next((j for j in range(i + 1, len(lines)) if closes(lines[j], opening["fence"])), None)
-        body = lines[i + 1 : len(lines) if end is None else end]
-        blocks.append(fenced(opening, body, first_line + i, end is not None))
-        i = len(lines) if end is None else end + 1
-    flush()
-    return blocks
+    start = 0
+    for token in block_tokens(source):
+        # A colon fence needs a name; three bare colons are text.
+        if token.type == "fence" or (token.type == "colon_fence" and token.info.strip().startswith("{")):
+            first, end = token.map or (0, 0)
+            blocks += [Text("\n".join(lines[start:first])), fenced(token, token.content.count("\n") == end - first - 2)]
+            start = end
+    blocks.append(Text("\n".join(lines[start:])))
+    return [block for block in blocks if not isinstance(block, Text) or block.source.strip()]
 
 
-def opens(match: re.Match[str]) -> bool:
-    """A colon fence needs a name; three bare colons are text, or the end of a fence."""
-    return match["fence"][0] != ":" or bool(NAME.match(match["info"]))
-
-
-def closes(line: str, fence: str) -> bool:
-    bare = line.strip()
-    return len(bare) >= len(fence) and set(bare) == {fence[0]}
-
-
-def fenced(opening: re.Match[str], body: list[str], line: int, closed: bool) -> Code | Directive:
-    text = dedent("\n".join(body)) if opening["indent"] else "\n".join(body)
-    named = NAME.match(opening["info"])
-    if not named:
-        return Code(opening["info"], text, line, closed)
-    options, rest, used = read_options(text)
-    directive = Directive(named["name"], named["argument"], options, rest, line, opening["fence"], closed)
-    if directive.name not in LITERAL:
-        directive.children = parse(rest, line + 1 + used)
-    return directive
-
-
-def read_options(body: str) -> tuple[dict[str, str], str, int]:
-    """Leading ``:key: value`` lines, or a leading block between two ``---``; then the body and the lines used."""
-    lines = body.split("\n")
-    options: dict[str, str] = {}
-    used = 0
-    if lines and lines[0].strip() == "---" and "---" in [line.strip() for line in lines[1:]]:
-        used = 1 + next(i for i, line in enumerate(lines[1:], start=1) if line.strip() == "---")
-        for line in lines[1 : used - 1]:
-            key, _, value = line.partition(":")
-            options[key.strip()] = value.strip()
-    else:
-        while used < len(lines) and (match := OPTION.match(lines[used].strip())):
-            options[match["key"]] = (match["value"] or "").strip()
-            used += 1
-    return options, "\n".join(lines[used:]), used
+def fenced(token: Token, closed: bool) -> Code | Directive:
+    info, text = token.info.strip(), token.content.removesuffix("\n")
+    if not info.startswith("{"):
+        return Code(info, text, closed)
+    name, _, argument = info[1:].partition("}")
+    # TestDirective is the one that takes any option. A box in a box, at once, is none.
+    read = parse_directive_text(TestDirective, "", "\n" + text if text.startswith(":::") else text)
+    body = "\n".join(read.body)
+    return Directive(name, argument.strip(), read.options, body, closed, [] if name in LITERAL else parse(body))
 
 
 def walk(blocks: list[Block], inside: tuple[Directive, ...] = ()) -> Iterator[tuple[Block, tuple[Directive, ...]]]:
@@ -161,56 +175,92 @@ def texts(source: str) -> Iterator[str]:
             yield block.argument
 
 
-def outside_code(text: str, change: Callable[[str], str]) -> str:
-    """Apply `change` to everything but code spans; the text of a role is not a code span."""
-    pieces: list[str] = []
-    position = 0
-    roles = {match.end("name") + 1 for match in ROLE.finditer(text)}
-    for span in SPAN.finditer(text):
-        if span.start() in roles:
-            continue
-        pieces += [change(text[position : span.start()]), span.group()]
-        position = span.end()
-    return "".join([*pieces, change(text[position:])])
-
-
-def blank(pattern: re.Pattern[str], text: str) -> str:
-    """Overwrite matches by spaces, keeping the lines."""
-    return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
-
-
-def without_code(text: str) -> str:
-    return blank(SPAN, text)
-
-
-def without_math(text: str) -> str:
-    return blank(INLINE, blank(DISPLAY, text))
-
-
-def equation_labels(source: str) -> list[str]:
-    """Labels of the numbered equations of a page, in order."""
-    found: list[tuple[int, str]] = []
+def labels(source: str, *, equations: bool = False) -> list[str]:
+    """The labels that a page sets, in order: those of its equations, or those of all else."""
+    found = []
     for block, _ in walk(parse(source)):
-        if isinstance(block, Directive) and block.name == "math" and block.label:
-            found.append((block.line, block.label))
-        elif isinstance(block, Text):
-            for match in DISPLAY.finditer(block.source):
-                if match["label"]:
-                    found.append((block.line + block.source[: match.start()].count("\n"), match["label"]))
-    return [label for _, label in sorted(found)]
-
-
-def slug(heading: str) -> str:
-    """The anchor MyST gives a heading (GitHub's rule)."""
-    plain = re.sub(r"[`*]", "", LINK.sub(lambda match: match["text"], heading)).strip().lower()
-    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        if isinstance(block, Text):
+            found += [mark.name for mark in marks(block.source, "display" if equations else "target")]
+        elif isinstance(block, Directive) and (block.name == "math") == equations:
+            found.append(block.label)
+    return [label for label in found if label]
 
 
 def headings(source: str) -> list[tuple[int, str]]:
     """(level, text) of each heading at the top level of a page."""
+    return [
+        (int(token.tag[1:]), words.content)
+        for token, words in pairwise(block_tokens(source))
+        if token.type == "heading_open" and token.level == 0
+    ]
+
+
+def titles(source: str) -> dict[str, str]:
+    """What a label before a heading is called: as the heading says."""
+    tokens = block_tokens(source)
+    return {
+        label.content: words.content
+        for label, heading, words in zip(tokens, tokens[1:], tokens[2:], strict=False)
+        if label.type == "myst_target" and heading.type == "heading_open"
+    }
+
+
+def slug(heading: str) -> str:
+    """The anchor MyST gives a heading."""
+    (line,) = PARSER.parseInline(heading)
+    return slugify("".join(part.content for part in line.children or [] if part.type in ("text", "code_inline")))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Running text
+
+
+@cache
+def all_marks(text: str) -> list[Mark]:
+    starts = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
     found = []
-    for block in parse(source):
-        if isinstance(block, Text):
-            for match in re.finditer(r"^(#{1,6})[ ]+(.+?)[ ]*#*$", block.source, re.M):
-                found.append((len(match[1]), match[2]))
-    return found
+    paragraphs: set[tuple[int, int]] = set()  # a row of a table is one, whatever its cells
+    for token in block_tokens(text):
+        first, end = token.map or (0, 0)
+        start, stop = starts[first], starts[end] - 1
+        if token.type == "inline":
+            paragraphs.add((start, stop))
+        elif token.type in KINDS:
+            lines = text[start:stop]
+            found.append(as_mark(token, text, start + lines.index(token.markup or "("), start + len(lines.rstrip())))
+    for start, stop in paragraphs:
+        for token in PARSER.inline.parse(text[start:stop], PARSER, {}, []):
+            if token.type in KINDS:
+                found.append(as_mark(token, text, *(start + place for place in token.meta["place"])))
+    return sorted(found, key=lambda mark: mark.start)
+
+
+def as_mark(token: Token, text: str, start: int, end: int) -> Mark:
+    kind, words, name = KINDS[token.type], token.content, token.meta.get("name") or token.info
+    if kind in ("link", "image"):
+        words = text[start:end].rpartition("](")[0].partition("[")[2]
+        name = unquote(str(token.attrs.get("href", token.attrs.get("src"))))
+    elif kind == "target":
+        name = words
+    return Mark(kind, start, end, words, name)
+
+
+def marks(text: str, *kinds: str) -> list[Mark]:
+    """The marks of these kinds in a text, in order; what the words of a link hold comes after the link."""
+    return [mark for mark in all_marks(text) if mark.kind in kinds]
+
+
+def replace(text: str, change: Callable[[Mark], str], *kinds: str) -> str:
+    """The text with something else in the place of each mark of these kinds, but not of those within another."""
+    pieces: list[str] = []
+    position = 0
+    for mark in marks(text, *kinds):
+        if mark.start >= position:
+            pieces += [text[position : mark.start], change(mark)]
+            position = mark.end
+    return "".join([*pieces, text[position:]])
+
+
+def without(text: str, *kinds: str) -> str:
+    """The text with these marks overwritten by spaces, keeping the lines."""
+    return replace(text, lambda mark: re.sub(r"[^\n]", " ", text[mark.start : mark.end]), *kinds)

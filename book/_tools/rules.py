@@ -83,14 +83,14 @@ class Book:
 
     @cached_property
     def equations(self) -> Counter[str]:
-        return Counter(label for page in self.pages.values() for label in myst.equation_labels(page))
+        return Counter(label for page in self.pages.values() for label in myst.labels(page, equations=True))
 
     @cached_property
     def targets(self) -> Counter[str]:
         """Labels of headings, directives and figures."""
         found: Counter[str] = Counter()
         for page in self.pages.values():
-            found.update(labels(page))
+            found.update(myst.labels(page))
         for path in self.folder.glob("*.ipynb"):
             for cell in nbformat.read(path, as_version=4).cells:
                 if name := cell.metadata.get("mystnb", {}).get("figure", {}).get("name"):
@@ -99,13 +99,7 @@ class Book:
 
     def anchors(self, path: Path) -> set[str]:
         page = self.pages.get(path, "")
-        return {myst.slug(text) for _, text in myst.headings(page)} | set(labels(page))
-
-
-def labels(page: str) -> list[str]:
-    found = [match["label"] for block, _ in myst.walk(myst.parse(page)) if isinstance(block, Text)
-             for match in myst.TARGET.finditer(block.source)]  # fmt: skip
-    return found + [block.label for block in myst.directives(page) if block.label and block.name != "math"]
+        return {myst.slug(text) for _, text in myst.headings(page)} | set(myst.labels(page))
 
 
 class Notebook:
@@ -358,9 +352,9 @@ def figures_have_words(notebook: Notebook) -> Iterator[str]:
         if not meta.get("figure", {}).get("name", "").startswith("fig-"):
             yield f"cell {index} shows a picture without a name fig-…"
     for index, text in notebook.running_text:
-        for match in myst.LINK.finditer(myst.without_code(text)):
-            if match["image"] and len(match["text"].strip()) < ALT_LENGTH:
-                yield f"cell {index}: the picture {match['target']} has no alternative text"
+        for picture in myst.marks(text, "image"):
+            if len(picture.text.strip()) < ALT_LENGTH:
+                yield f"cell {index}: the picture {picture.name} has no alternative text"
     for index, directive in notebook.directives:
         if directive.name in ("figure", "image") and len(directive.options.get("alt", "")) < ALT_LENGTH:
             yield f"cell {index}: the picture {directive.argument} has no alternative text"
@@ -395,7 +389,7 @@ def figures_have_a_ground(notebook: Notebook) -> Iterator[str]:
     for placed in notebook.blocks:
         if not isinstance(placed.block, Text) or {"predict", "exercise"} & set(placed.inside):
             continue
-        for match in FIGURE.finditer(myst.without_math(myst.without_code(placed.block.source))):
+        for match in FIGURE.finditer(myst.without(placed.block.source, "code", "role", "math", "display")):
             number = match["number"]
             digits = re.sub(r"\D", "", number).strip("0")
             if "," not in number and len(digits) < 3:
@@ -410,9 +404,8 @@ def figures_have_a_ground(notebook: Notebook) -> Iterator[str]:
 def references_resolve(notebook: Notebook) -> Iterator[str]:
     book = notebook.book
     for index, text in notebook.running_text:
-        bare = myst.without_math(text)
-        for role in myst.ROLE.finditer(bare):
-            name, content = role["name"], role["text"].strip()
+        for role in myst.marks(text, "role"):
+            name, content = role.name, role.text.strip()
             target = (re.search(r"<([^<>]+)>$", content) or [content, content])[1].strip()
             if myst.CITE.match(name):
                 for key in (key.strip() for key in content.split(",")):
@@ -424,12 +417,12 @@ def references_resolve(notebook: Notebook) -> Iterator[str]:
                 yield f"cell {index} refers to {target!r}, which does not exist"
             elif name == "doc" and not any((book.folder / f"{target}{end}").exists() for end in ("", ".ipynb", ".md")):
                 yield f"cell {index} refers to the page {target!r}, which does not exist"
-        for link in myst.LINK.finditer(myst.without_code(bare)):
-            yield from broken_link(notebook, index, link["target"].strip("<>"))
-    for label in myst.equation_labels(book.pages.get(notebook.path, "")):
+        for link in myst.marks(text, "link", "image"):
+            yield from broken_link(notebook, index, link.name)
+    for label in myst.labels(book.pages.get(notebook.path, ""), equations=True):
         if book.equations[label] > 1:
             yield f"the equation label {label!r} is used {book.equations[label]} times in the book"
-    for label in labels(book.pages.get(notebook.path, "")):
+    for label in myst.labels(book.pages.get(notebook.path, "")):
         if book.targets[label] > 1:
             yield f"the label {label!r} is used {book.targets[label]} times in the book"
 
@@ -451,13 +444,13 @@ def broken_link(notebook: Notebook, index: int, target: str) -> Iterator[str]:
 def dollars_are_mathematics(notebook: Notebook) -> Iterator[str]:
     """Two amounts of money in a paragraph would become one formula."""
     for index, text in notebook.running_text:
-        bare = myst.blank(myst.DISPLAY, myst.without_code(text))
-        for match in myst.INLINE.finditer(bare):
-            if len(WORD.findall(UPRIGHT.sub("", match["body"]))) > 1:
-                yield f"cell {index}: a formula made of words: ${match['body']}$"
-        if found := MONEY.search(myst.blank(myst.INLINE, bare)):
+        for formula in myst.marks(text, "math"):
+            if len(WORD.findall(UPRIGHT.sub("", formula.text))) > 1:
+                yield f"cell {index}: a formula made of words: ${formula.text}$"
+        bare = myst.without(text, "code", "role", "math", "display")
+        if found := MONEY.search(bare):
             yield f"cell {index}: {found.group()} is not written USD …"
-        elif re.search(r"(?<!\\)\$", myst.blank(myst.INLINE, bare)):
+        elif re.search(r"(?<!\\)\$", bare):
             yield f"cell {index}: a dollar sign without its partner"
     for index, cell in notebook.code:
         if found := re.search(r"\$\s?\d", "\n".join(output_texts(cell))):
@@ -488,7 +481,7 @@ def fences_are_closed(notebook: Notebook) -> Iterator[str]:
     for placed in notebook.blocks:
         block = placed.block
         if isinstance(block, Text):
-            if re.search(r"^\s*:{3,}", myst.without_code(block.source), re.M):
+            if re.search(r"^\s*:{3,}", myst.without(block.source, "code"), re.M):
                 yield f"cell {placed.cell}: a line of colons that closes or opens nothing"
             continue
         if not block.closed:
@@ -618,8 +611,8 @@ def main_line_is_short(notebook: Notebook) -> Iterator[str]:
     words = 0
     for placed in notebook.blocks:
         if isinstance(placed.block, Text) and not {"exercise", "solution", "reply", "dropdown"} & set(placed.inside):
-            plain = myst.without_math(myst.without_code(placed.block.source))
-            words += len(re.findall(r"[^\W\d_][\w’'-]*", myst.ROLE.sub("", plain)))
+            plain = myst.without(placed.block.source, "code", "role", "math", "display")
+            words += len(re.findall(r"[^\W\d_][\w’'-]*", plain))
     if words > MAIN_WORDS:
         yield f"{words:,} words in the main line, more than {MAIN_WORDS:,}"
 

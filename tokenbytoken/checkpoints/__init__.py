@@ -18,5 +18,6 @@ from .sources import find as find
 from .sources import load as load
 from .sources import open_source as open_source
 from .sources import save as save
+from .sources import stores_four_bits as stores_four_bits
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .tensors import Blocks
+
 if TYPE_CHECKING:
     import gguf
 
-__all__ = ["expand", "gguf_reader"]
+__all__ = ["FOUR_BITS", "expand", "four_bit_blocks", "gguf_reader"]
 
 
 def gguf_reader(path: Path) -> gguf.GGUFReader:
@@ -98,3 +100,23 @@ def expand(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
             torch.bitwise_right_shift(block[:, 4:], 4, out=x[:, 16:])
             x.mul_(d).add_(m)
     return out.view(-1)
+
+
+# Formats of four bits with a scale for 32 numbers.
+FOUR_BITS = ("Q4_0", "Q4_1")
+
+
+def four_bit_blocks(data: np.ndarray, kind: gguf.GGMLQuantizationType, rows: int) -> Blocks:
+    """A matrix of ``rows`` rows as it is stored, in one of :data:`FOUR_BITS`.
+
+    Q4_0 is Q4_1 without a minimum of its own: x = d (q − 8).
+    """
+    from gguf import GGML_QUANT_SIZES
+
+    _, nbytes = GGML_QUANT_SIZES[kind]
+    head = nbytes - 16
+    raw = torch.from_numpy(data.reshape(-1, nbytes).copy())
+    codes = torch.cat((raw[:, head:] & 15, raw[:, head:] >> 4), dim=1).view(rows, -1)
+    factors = raw[:, :head].contiguous().view(torch.float16).float()
+    d = factors[:, 0].view(rows, -1)
+    return Blocks(codes, d, factors[:, 1].view(rows, -1) if head == 4 else -8 * d)

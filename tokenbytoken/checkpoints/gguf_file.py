@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..config import AttentionConfig, DecoderConfig, Fields, LayerConfig, RopeConfig, SwiGLUConfig
-from .gguf_fast import expand, gguf_reader
-from .tensors import Part, Stored
+from .gguf_fast import FOUR_BITS, expand, four_bit_blocks, gguf_reader
+from .tensors import Blocks, Part, Stored
 
 if TYPE_CHECKING:
     import gguf
@@ -123,6 +123,11 @@ def open_gguf(path: Path) -> tuple[DecoderConfig, Iterator[tuple[str, Stored]]]:
                     values = _half_split(values, heads * len(values) // shape[0])
                 return part.of(values).clone() if part and part.dim else values
 
-            yield (name if layer is None else f"layers.{layer}.{name}"), Stored(shape, read)
+            def blocks(tensor: Any = tensor, rows: int = shape[0], heads: int | None = heads) -> Blocks:
+                found = four_bit_blocks(tensor.data, tensor.tensor_type, rows)
+                return found if heads is None else Blocks(*(_half_split(part, heads) for part in found))
+
+            packed = blocks if tensor.tensor_type.name in FOUR_BITS and len(shape) == 2 else None
+            yield (name if layer is None else f"layers.{layer}.{name}"), Stored(shape, read, packed)
 
     return config, tensors()

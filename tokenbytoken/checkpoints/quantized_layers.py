@@ -29,6 +29,7 @@ from .number_formats import (
     known,
     quantize,
 )
+from .packed import is_packed
 
 __all__ = [
     "QuantizedExperts",
@@ -279,7 +280,7 @@ def quantize_model(
     known("format", format, DTYPES)
     known("granularity", granularity, GRANULARITIES)
     known("include", include, ("all", "ffn", "all-ffn"))
-    if any(isinstance(module, OneByteLayer) for module in model.modules()):
+    if is_packed(model) or any(isinstance(module, OneByteLayer) for module in model.modules()):
         raise ValueError("the model holds quantised layers already")
     new = shared_copy(model).requires_grad_(False)
     last = len(new.layers) - 1

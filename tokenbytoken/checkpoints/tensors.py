@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..decoder import Decoder
 
-__all__ = ["Part", "Stored", "fill", "kept_dtype", "match", "usable_device", "usable_dtype"]
+__all__ = ["Blocks", "Part", "Stored", "fill", "kept_dtype", "match", "usable_device", "usable_dtype"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -29,11 +29,26 @@ class Part(NamedTuple):
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
+class Blocks(NamedTuple):
+    """A matrix in blocks of 32 numbers of a row, x = scale × code + minimum.
+
+    ``codes`` (out, in) uint8 are 0 … 15; ``scales`` and ``minima`` (out, in / 32) float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor
+
+
 class Stored(NamedTuple):
-    """A tensor of a checkpoint that is not read yet: its shape, and how to read all of it or a part."""
+    """A tensor of a checkpoint that is not read yet: its shape, and how to read all of it or a part.
+
+    ``blocks`` reads a matrix that is stored in four bits as it is stored; None for any other tensor.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[Part | None], Tensor]
+    blocks: Callable[[], Blocks] | None = None
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -109,6 +124,6 @@ def fill(
         for name, tensor in zip(slots, pool.map(read, slots), strict=True):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(wrap(name, tensor), requires_grad=False))
-    if isinstance(model, Decoder) and model.config.tie_embeddings:
+    if isinstance(model, Decoder) and model.config.tie_embeddings and isinstance(model.embed, nn.Embedding):
         model.head.weight = model.embed.weight
     return model

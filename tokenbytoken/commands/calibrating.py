@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,14 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _record(calibration: Calibration) -> None:
-    import torch
-
     from ..measure import record
 
-    kept = f"cpu-{calibration.threads}-threads" if calibration.device == "cpu" else torch.cuda.get_device_name()
-    slug = re.sub(r"[^a-z0-9]+", "-", kept.lower()).strip("-")
+    where = f"cpu-{calibration.threads}-threads" if calibration.device == "cpu" else "gpu"  # record() adds which
     record(
-        f"calibration-{slug}-{calibration.dtype}",
+        f"calibration-{where}-{calibration.dtype}",
         calibration.as_dict(),
         command=f"TBT_RECORD=1 python -m tokenbytoken {NAME} {calibration.dtype}",
     )

@@ -14,7 +14,9 @@ from .._numbers import whole
 from .._paths import read_json
 from ..config import DecoderConfig
 from ..cost import (
+    Placement,
     Prediction,
+    WorkingMemory,
     accelerators,
     count_parameters,
     find_accelerator,
@@ -24,8 +26,10 @@ from ..cost import (
     state_bytes,
     state_bytes_per_token,
     weight_bytes,
+    working_memory_per_gpu,
 )
 from ..models import AttentionShape, published
+from ..world import Kind, reached, rows_of, typical
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -45,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=8192, help="tokens of each sequence (default 8192)")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
     parser.add_argument("--state-bytes", type=float, default=2, metavar="B", help="bytes of a cached number (2)")
-    parser.add_argument("--cache", default="heads", help="heads: as tensor parallelism deals it; divided: kept once")
+    parser.add_argument("--cache", default="heads", help="who keeps what: heads (default), readers or sequence")
+    parser.add_argument("--experts", default="split", help="split (default), or whole: expert parallelism")
+    parser.add_argument("--busiest", type=float, default=1.0, help="load of the busiest GPU's experts ÷ the mean (1)")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prompt in one pass, for working memory")
     parser.add_argument("--usable", type=float, default=1.0, help="share of memory for weights and state (default 1)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="share of the peak rates reached (default 1)")
 
@@ -86,6 +93,17 @@ def _pass(prediction: Prediction) -> str:
     return f"{_time(prediction.seconds)}, bound by {prediction.binds} ({terms})"
 
 
+def _working(working: WorkingMemory) -> str:
+    parts = {"kept free": working.reserved, "graphs": working.graphs, "activations": working.activations}
+    return ", ".join(f"{name} {size / 1e9:,.2f} GB" for name, size in parts.items())
+
+
+def _others(kind: Kind) -> str:
+    (least, most), (low, high) = reached(kind), typical(kind)
+    rows = f"{len(rows_of(kind))} published rows ({kind})"
+    return f"{rows} took {least:g} to {most:g} times their floors, half of them {low:g} to {high:g}"
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Raises ValueError for bad input."""
     print(_report(arguments))
@@ -102,8 +120,13 @@ def _report(arguments: argparse.Namespace) -> str:
         "recipe": arguments.recipe,
         "state_bytes_per_element": arguments.state_bytes,
         "cache": arguments.cache,
+        "experts": arguments.experts,
     }
-    options = placement | {"efficiency": arguments.efficiency, "usable": arguments.usable}
+    options = placement | {
+        "efficiency": arguments.efficiency,
+        "usable": arguments.usable,
+        "busiest": arguments.busiest,
+    }
     context = whole("context", context)
     step = predict(config, gpu, batch, context - 1, **options)  # the step that fills the last of the context
     prompt = predict(config, gpu, batch, 0, new_tokens=context, causal=True, **options)
@@ -120,9 +143,12 @@ def _report(arguments: argparse.Namespace) -> str:
         f"{per_gpu.max_batch(memory, context):,} sequences of {context:,} tokens, or {batch:,} of "
         f"{'any length' if longest == math.inf else f'{longest:,} tokens'}"
     )
+    working = working_memory_per_gpu(config, gpu, Placement(**placement), min(arguments.chunk, context))
+    served = per_gpu.max_batch(max(0, gpu.memory_bytes - working.bytes), context)
     if per_gpu.weights > memory:
         room = f"0 sequences: the weights alone need {_bytes(gpus * per_gpu.weights)}"
     share = "" if arguments.usable == 1 else f", {arguments.usable:.0%} of it usable"
+    many = gpus > gpu.gpus_per_node
     lines = [
         ("model", f"{config.name or arguments.model}, {config.num_layers} layers, weights as {arguments.recipe}"),
         ("on", f"{gpus} × {gpu.name}, {_bytes(gpu.memory_bytes)} each by the data sheet{share}"),
@@ -131,11 +157,14 @@ def _report(arguments: argparse.Namespace) -> str:
         ("state per token", f"{state_bytes_per_token(config, arguments.state_bytes):,} B"),
         ("state", f"{_bytes(state)} for {batch:,} × {context:,} tokens"),
         ("fits", f"{'yes' if step.fits else 'no'}: {_bytes(step.bytes_needed)} of {_bytes(step.bytes_available)}"),
-        ("room for", room),
+        ("room for", f"{room}, weights and state alone"),
+        ("", f"{served:,} sequences with working memory, {_bytes(working.bytes)} a GPU: {_working(working)}"),
         ("decode step", _pass(step)),
         ("", f"{step.tokens_per_second:,.1f} tokens/s over the batch, {step.cost.intensity:,.1f} FLOP/B"),
+        ("", _others("many nodes" if many else "lone decode" if batch == 1 else "batch decode")),
         ("prefill", _pass(prompt)),
-        ("", "activations left out; roofline at data-sheet rates plus messages, attention without masked pairs"),
+        ("", _others("prompt on many nodes" if many else "prompt")),
+        ("", "both are floors: data-sheet rates plus messages, attention without masked pairs"),
     ]
     if config.max_positions is not None and context > config.max_positions:
         lines.append(("note", f"the publisher states at most {config.max_positions:,} positions"))

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..checkpoints import Tokenizer
+    from ..checkpoints.packed import Weights
     from ..decoder import Decoder, DecoderState
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "generate"
+EMPTY = "the prompt is empty: it needs at least one token"
 HELP = "stream text from a model, then say how fast it was and how near to this machine's limit"
 
 
@@ -33,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="draw from the K likeliest tokens only")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that reach P")
     parser.add_argument("--seed", type=int, help="make sampling repeatable")
+    parser.add_argument(
+        "--weights", choices=("auto", "packed", "float32"), default="auto",
+        help="packed multiplies from the file's four bits, float32 expands them (to --dtype); auto (the default) "
+        "takes packed on a CPU where that is faster",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--tensor-parallel", action="store_true", help="share the model among the ranks of torchrun")
@@ -46,8 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.tensor_parallel:
         from ..checkpoints import load
 
-        _write(arguments, _prepared(arguments, lambda: load(arguments.source, dtype, arguments.device)))
+        if not arguments.prompt:
+            raise ValueError(EMPTY)
+        weights, why = _weights(arguments)
+        text = _prepared(arguments, lambda: load(arguments.source, dtype, arguments.device, weights=weights))
+        _write(arguments, text, f"; weights {arguments.dtype if weights == 'float' else weights}{why}")
         return 0
+    if arguments.weights == "packed":
+        raise ValueError("packed weights are not shared among ranks: leave out --weights packed or --tensor-parallel")
     from ..run.parallel import RankLost, load_parallel, ranks
 
     try:
@@ -56,6 +69,43 @@ def run(arguments: argparse.Namespace) -> int:
     except RankLost as error:
         _complain(error)
         return 1
+
+
+def _weights(arguments: argparse.Namespace) -> tuple[Weights, str]:
+    """How the weights are to be held, and why if that was found out here."""
+    from ..checkpoints import stores_four_bits
+
+    if arguments.weights != "auto":
+        return ("packed" if arguments.weights == "packed" else "float"), ""
+    if arguments.device != "cpu" or arguments.dtype != "float32" or not stores_four_bits(arguments.source):
+        return "float", ""
+    gain = _gain()
+    return ("packed" if gain > 1 else "float"), f" (a packed product takes 1/{gain:.1f} of float32's time here)"
+
+
+def _gain() -> float:
+    """How many times as fast as float32's this machine's product from four bits is: one row, a matrix of 38 MB.
+
+    That is more than most caches hold, as a model is: else float32 would be timed without what makes it slow. 0 where
+    there is no such product.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from ..checkpoints.packed import FourBitLinear, has_kernel
+    from ..checkpoints.tensors import Blocks
+    from ..measure import timed
+
+    rows, columns = 16384, 576
+    if not has_kernel(4, (rows, columns), torch.device("cpu")):
+        return 0.0
+    ones = torch.ones(rows, columns // 32)
+    packed = FourBitLinear(Blocks(torch.ones(rows, columns, dtype=torch.uint8), ones, ones))
+    weight, x = torch.ones(rows, columns), torch.ones(1, columns)
+    with torch.inference_mode():
+        ways = {"packed": lambda: packed(x), "float32": lambda: F.linear(x, weight)}
+        seconds = {name: timed(way, repeats=5, warmup=1, device="cpu").low for name, way in ways.items()}
+    return seconds["float32"] / seconds["packed"]
 
 
 class _Text(NamedTuple):
@@ -75,7 +125,7 @@ def _prepared(arguments: argparse.Namespace, load_model: Callable[[], Decoder]) 
 
     prompt = arguments.prompt
     if not prompt:
-        raise ValueError("the prompt is empty: it needs at least one token")
+        raise ValueError(EMPTY)
     model = load_model()
     tokenizer = load_tokenizer(arguments.source)
     if arguments.chat:
@@ -116,8 +166,8 @@ def _complain(error: object) -> None:
     print(f"tokenbytoken {NAME}: {error}", file=sys.stderr, flush=True)
 
 
-def _write(arguments: argparse.Namespace, text: _Text) -> None:
-    """Print the text while it comes, then the report."""
+def _write(arguments: argparse.Namespace, text: _Text, weights: str = "") -> None:
+    """Print the text while it comes, then the report, which ends with what is to be said of the weights."""
     times = [perf_counter()]
 
     def clocked() -> Iterator[int]:
@@ -130,7 +180,7 @@ def _write(arguments: argparse.Namespace, text: _Text) -> None:
     for piece in _pieces(text.tokenizer, clocked()):
         print(piece, end="", flush=True)
     print(flush=True)
-    print(_report(text, times), file=sys.stderr)
+    print(f"{_report(text, times)}{weights}", file=sys.stderr)
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
@@ -149,6 +199,7 @@ def _pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
 
 def _report(text: _Text, times: list[float]) -> str:
     """How fast it was: ``times`` are those of the start and of each token."""
+    from ..checkpoints.packed import is_packed
     from ..cost import pass_cost
 
     new, model, state = len(times) - 1, text.model, text.state
@@ -162,8 +213,8 @@ def _report(text: _Text, times: list[float]) -> str:
     line += f", then {(new - 1) / seconds:.1f} tokens/s; {state.nbytes_used:,} state bytes "
     if model.agree is not None:
         return line + "on rank 0"
-    size = model.embed.weight.element_size()
-    recipe = "fp32" if size == 4 else "bf16"
+    size = model.dtype.itemsize
+    recipe = "packed" if is_packed(model) else "fp32" if size == 4 else "bf16"
     moved = sum(
         pass_cost(model.config, 1, held, recipe=recipe, state_bytes_per_element=size).bytes
         for held in range(text.prompt, state.length)
@@ -180,6 +231,6 @@ def _bandwidth(model: Decoder) -> float:
 
     from ..measure import timed
 
-    weight = torch.ones(40_000, 640, dtype=model.embed.weight.dtype, device=model.embed.weight.device)
+    weight = torch.ones(40_000, 640, dtype=model.dtype, device=model.device)
     x = weight[:1].clone()
     return weight.numel() * weight.element_size() / timed(lambda: F.linear(x, weight), device=weight.device).median

@@ -13,7 +13,7 @@ architecture adds a config and a class, and everything else counts, predicts and
 
 from __future__ import annotations
 
-from .._algebra import Expression, Number, Symbol, is_symbolic, maximum, minimum, where
+from .._algebra import Expression, Number, Symbol, is_symbolic, log2, maximum, minimum, where
 from .attention import AttentionConfig
 from .closed_forms import FeedForwardConfig, Flops, MixerConfig, Role, StateSize, Weight, distinct, pairs
 from .decoder import DecoderConfig, LayerConfig, Model
@@ -47,6 +47,7 @@ __all__ = [
     "YarnScaling",
     "distinct",
     "is_symbolic",
+    "log2",
     "maximum",
     "minimum",
     "pairs",

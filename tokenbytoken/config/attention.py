@@ -81,3 +81,7 @@ class AttentionConfig:
 
     def summed(self) -> tuple[Number, ...]:
         return ()
+
+    def exchanged(self) -> tuple[Number, Number]:
+        """The queries of all heads; of each head its sum over the values, its largest score and its sum of weights."""
+        return self.num_heads * self.head_dim, self.num_heads * (self.head_dim + 2)

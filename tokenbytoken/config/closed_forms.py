@@ -95,6 +95,9 @@ class MixerConfig(Protocol):
     def summed(self) -> tuple[Number, ...]:
         """Numbers a token in each all-reduce inside the mixer, besides that of its output."""
 
+    def exchanged(self) -> tuple[Number, Number]:
+        """Numbers a token that travel to a cache which lies along the sequence, and back: queries, results."""
+
 
 class FeedForwardConfig(Protocol):
     """What transforms each token by itself, as data; ``module`` as in :class:`MixerConfig`."""

@@ -114,3 +114,8 @@ class LatentAttentionConfig:
 
     def summed(self) -> tuple[Number, ...]:
         return ()
+
+    def exchanged(self) -> tuple[Number, Number]:
+        """Absorbed queries of all heads; of each head its latent sum, its largest score and its sum of weights."""
+        query = self.kv_lora_rank + self.qk_rope_head_dim
+        return self.num_heads * query, self.num_heads * (self.kv_lora_rank + 2)

@@ -75,3 +75,7 @@ class MambaConfig:
     def summed(self) -> tuple[Number, ...]:
         """The small input to Δ, B and C, to which every channel contributes."""
         return (self.dt_rank + 2 * self.state_size,)
+
+    def exchanged(self) -> tuple[Number, Number]:
+        """Nothing: no cache lies along the sequence."""
+        return 0, 0

@@ -5,8 +5,20 @@ The configs hold the closed forms of each part; this folder only adds up.
 
 from __future__ import annotations
 
-from .fits import Footprint, footprint, max_batch, max_context
-from .hardware import Accelerator, Link, accelerators, crossover_batch, find_accelerator, links
+from .hardware import Accelerator, Launch, Link, accelerators, crossover_batch, find_accelerator, links
+from .memory import (
+    Footprint,
+    RecurrentState,
+    WorkingMemory,
+    footprint,
+    max_batch,
+    max_context,
+    recurrent_state,
+    state_bytes,
+    state_bytes_per_token,
+    working_memory,
+)  # fmt: skip
+from .messages import ALL_REDUCES, Collective, all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 from .parameters import ParameterCount, count_parameters, mtp_weights, weight_bytes, weights
 from .passes import (
     PassCost,
@@ -17,17 +29,27 @@ from .passes import (
     pass_cost,
     prefill_crossing,
 )
-from .placement import CacheLayout, Placement, communication_seconds, footprint_per_gpu, state_share
-from .prediction import PassTime, Prediction, predict, roofline
+from .placement import (
+    CacheLayout,
+    ExpertLayout,
+    Placement,
+    communication_seconds,
+    footprint_on,
+    footprint_per_gpu,
+    state_share,
+    working_memory_per_gpu,
+)  # fmt: skip
+from .prediction import PassTime, Prediction, launches, predict, roofline
 from .recipes import Recipe, recipes
-from .rows import Ledger, Row, book, ledger, row
-from .state import RecurrentState, recurrent_state, state_bytes, state_bytes_per_token
 
 __all__ = [
+    "ALL_REDUCES",
     "Accelerator",
     "CacheLayout",
+    "Collective",
+    "ExpertLayout",
     "Footprint",
-    "Ledger",
+    "Launch",
     "Link",
     "ParameterCount",
     "PassCost",
@@ -36,10 +58,12 @@ __all__ = [
     "Prediction",
     "Recipe",
     "RecurrentState",
-    "Row",
+    "WorkingMemory",
     "accelerators",
+    "all_gather_seconds",
+    "all_reduce_seconds",
+    "all_to_all_seconds",
     "attention_intensity",
-    "book",
     "cache_crossing",
     "communication_seconds",
     "count_parameters",
@@ -48,8 +72,9 @@ __all__ = [
     "expected_tokens",
     "find_accelerator",
     "footprint",
+    "footprint_on",
     "footprint_per_gpu",
-    "ledger",
+    "launches",
     "links",
     "max_batch",
     "max_context",
@@ -60,10 +85,11 @@ __all__ = [
     "recipes",
     "recurrent_state",
     "roofline",
-    "row",
     "state_bytes",
     "state_bytes_per_token",
     "state_share",
     "weight_bytes",
     "weights",
+    "working_memory",
+    "working_memory_per_gpu",
 ]

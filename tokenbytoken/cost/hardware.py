@@ -11,17 +11,31 @@ from dataclasses import dataclass
 
 from .._numbers import positive
 
-__all__ = ["Accelerator", "Link", "accelerators", "crossover_batch", "find_accelerator", "links"]
+__all__ = ["Accelerator", "Launch", "Link", "accelerators", "crossover_batch", "find_accelerator", "links"]
 
 Rate = float | Callable[[float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins the GPUs: seconds before a message starts, bytes per second in each direction."""
+    """What joins the GPUs, or the nodes.
+
+    ``latency``: seconds of one step of a message, from its start to its arrival. ``bandwidth``: bytes per second that
+    one GPU sends, and at the same time receives. ``adds``: the switch adds up what passes through it.
+    """
 
     latency: float
     bandwidth: float
+    adds: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Seconds to start one operation on a GPU: one by one from the host, or all together, recorded as a graph."""
+
+    eager: float
+    graphed: float
     source: str = ""
 
 
@@ -34,7 +48,8 @@ class Accelerator:
     ``bandwidth``: bytes per second, or a function of the bytes in the working set.
     ``flops``: dense FLOPs per second by dtype ("fp32", "fp16", "bf16", "fp8"; data sheets often print
     twice that, for 2:4 sparse matrices), or a function of the rows that meet a weight.
-    ``operation_seconds``: cost of one small operation; 0 on a data sheet.
+    ``link``, ``network``: between the GPUs of a node, and between nodes, where each GPU has an adapter of its own.
+    ``operation_seconds``: cost of one small operation, where it was calibrated. ``launch``: what others measured.
     ``measured``: the rates come from a calibration, so that predictions from them differ by machine.
     """
 
@@ -48,6 +63,7 @@ class Accelerator:
     network: Link | None = None
     gpus_per_node: int = 8
     operation_seconds: float = 0.0
+    launch: Launch | None = None
     measured: bool = False
     source: str = ""
 
@@ -94,21 +110,31 @@ def crossover_batch(gpu: Accelerator | str, bytes_per_weight: float = 2, dtype: 
 _GB, _TB, _TFLOPS, _MIB = 1e9, 1e12, 1e12, 2**20
 _SHEET = "dense peaks: github.com/stas00/ml-engineering, compute/accelerator (744d01e), and lightning-fabric 2.6.6"
 _NETWORKS = "github.com/stas00/ml-engineering, network (0030e63), one direction"
-_NVLINK = f"{_NETWORKS}; latency assumed"
-_PCIE = f"PCI Express x16: {_NETWORKS}; latency assumed"
 
 
-def _nvlink(gigabytes_per_second: float) -> Link:
-    # 10 µs for one small all-reduce over eight GPUs: an assumption, between a tuned one-shot kernel and NCCL's ring.
-    return Link(latency=10e-6, bandwidth=gigabytes_per_second * _GB, source=_NVLINK)
+# One step takes 3.6 µs: a one-shot all-reduce of 16 KiB over four H100 took 3.7, and its bytes alone 0.1
+# (github.com/sgl-project/sglang, pull request 2904). It is the fastest published, and assumed for all of NVLink.
+_STEP = "a step: sglang pull request 2904, 16 KiB over four H100"
+
+
+def _nvlink(gigabytes_per_second: float, adds: bool) -> Link:
+    return Link(
+        latency=3.6e-6, bandwidth=gigabytes_per_second * _GB, adds=adds, source=f"bandwidth: {_NETWORKS}; {_STEP}"
+    )
 
 
 def _pcie(gigabytes_per_second: float) -> Link:
-    return Link(latency=20e-6, bandwidth=gigabytes_per_second * _GB, source=_PCIE)
+    source = f"PCI Express x16: {_NETWORKS}; the latency is an assumption"
+    return Link(latency=10e-6, bandwidth=gigabytes_per_second * _GB, source=source)
 
 
-#: 400 Gbit/s InfiniBand for each GPU between nodes. The latency is an assumption.
-_INFINIBAND = Link(latency=30e-6, bandwidth=50 * _GB, source="400 Gbit/s for each GPU; latency assumed")
+#: 400 Gbit/s InfiniBand for each GPU. One step takes 16 µs: an exchange of 128 tokens a GPU took 163 µs, and all its
+#: bytes, of which some need not travel, take 147. So it is no more than what that kernel needed.
+_INFINIBAND = Link(latency=16e-6, bandwidth=50 * _GB, source="github.com/deepseek-ai/DeepEP (e0eaaf9), dispatch, EP8")
+
+#: Kernels that do nothing, on an H100, recorded as a graph: 1.3 µs each (hazyresearch.stanford.edu, "Look Ma, No
+#: Bubbles!", May 2025). The host takes 4 to 6 µs to submit one (susun-blog.com, "pegainfer (3)").
+_LAUNCH = Launch(eager=5e-6, graphed=1.3e-6, source="Hazy Research, Look Ma, No Bubbles!; susun-blog, pegainfer (3)")
 
 
 def _sheet(
@@ -130,12 +156,13 @@ def _sheet(
         visible_bytes=None if visible_mib is None else visible_mib * _MIB,
         link=link,
         network=_INFINIBAND,
+        launch=_LAUNCH,
         source=_SHEET,
     )
 
 
 #: What can join the GPUs of one generation (H100, H200), to compare: NVLink 4, PCI Express 5 and InfiniBand.
-links: dict[str, Link] = {"nvlink": _nvlink(450), "pcie": _pcie(63), "network": _INFINIBAND}
+links: dict[str, Link] = {"nvlink": _nvlink(450, adds=True), "pcie": _pcie(63), "network": _INFINIBAND}
 
 #: Published accelerators, dense rates (without 2:4 sparsity), by short name.
 #:
@@ -143,12 +170,12 @@ links: dict[str, Link] = {"nvlink": _nvlink(450), "pcie": _pcie(63), "network": 
 accelerators: dict[str, Accelerator] = {
     "t4": _sheet("T4", 16, 0.320, (7, 5), _pcie(16), 15_360, fp16=65),
     "l4": _sheet("L4", 24, 0.300, (8, 9), _pcie(32), 23_034, fp16=121, bf16=121, fp8=242),
-    "a100-40": _sheet("A100 40 GB", 40, 1.555, (8, 0), _nvlink(300), 40_960, fp16=312, bf16=312),
-    "a100-80": _sheet("A100 80 GB", 80, 2.039, (8, 0), _nvlink(300), 81_920, fp16=312, bf16=312),
-    "h100": _sheet("H100", 80, 3.35, (9, 0), _nvlink(450), 81_559, fp16=989.5, bf16=989.5, fp8=1979),
-    "h200": _sheet("H200", 141, 4.8, (9, 0), _nvlink(450), fp16=989.5, bf16=989.5, fp8=1979),
+    "a100-40": _sheet("A100 40 GB", 40, 1.555, (8, 0), _nvlink(300, adds=False), 40_960, fp16=312, bf16=312),
+    "a100-80": _sheet("A100 80 GB", 80, 2.039, (8, 0), _nvlink(300, adds=False), 81_920, fp16=312, bf16=312),
+    "h100": _sheet("H100", 80, 3.35, (9, 0), _nvlink(450, adds=True), 81_559, fp16=989.5, bf16=989.5, fp8=1979),
+    "h200": _sheet("H200", 141, 4.8, (9, 0), _nvlink(450, adds=True), fp16=989.5, bf16=989.5, fp8=1979),
     # NVIDIA's documents give the B200 180 GB in some places and 192 in others.
-    "b200": _sheet("B200", 180, 8.0, (10, 0), _nvlink(900), fp16=2250, bf16=2250, fp8=4500),
+    "b200": _sheet("B200", 180, 8.0, (10, 0), _nvlink(900, adds=True), fp16=2250, bf16=2250, fp8=4500),
 }
 
 _ALIASES = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import DecoderConfig, Model, Weight
-from .recipes import BLOCK, Recipe, recipe_named
+from .recipes import BLOCK, GROUP, Recipe, packs_eight, packs_four, recipe_named
 
 __all__ = ["ParameterCount", "count_parameters", "mtp_weights", "weight_bytes", "weights"]
 
@@ -104,6 +104,10 @@ def bytes_of_copy(weight: Weight, recipe: Recipe, last_layer: int) -> int:
             "block": math.ceil(weight.rows / BLOCK) * math.ceil(weight.columns / BLOCK),
         }[recipe.scales]
         return weight.area + 4 * scales
+    if weight.role in recipe.four_bits and packs_four(weight.rows, weight.columns):
+        return weight.area // 2 + 4 * (weight.area // GROUP)
+    if weight.role in recipe.eight_bits and packs_eight(weight.columns):
+        return weight.area + 2 * weight.rows
     if weight.role == "router_bias" and recipe.float32_router_bias:
         return 4 * weight.area
     return recipe.bytes * weight.area
@@ -128,6 +132,11 @@ def weight_bytes(config: Model, recipe: str = "bf16") -> int:
     ``int8-experts``
         Jamba's ExpertsInt8: experts and dense feed-forwards in 1 byte, the rest in 2; their scales, one a
         row and 0.03 % of the whole, are not counted (arXiv 2408.12570, section 3.1).
+    ``packed``
+        What ``load(…, weights="packed")`` gives: linear layers in half a byte with a scale and a zero of 2 bytes
+        each for 32 numbers, embedding and head in 1 byte with a scale of 2 a row; what does not fit, and norms, in 4.
+    ``packed-int8``
+        What ``load(…, weights="int8")`` gives: linear layers, embedding and head in 1 byte with a scale of 2 a row.
 
     Raises ValueError for an unknown recipe and for an :class:`~tokenbytoken.models.AttentionShape`.
     """

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from .._numbers import LIMIT, not_negative, positive, whole
-from ..config import DecoderConfig, Flops, MixerConfig, Model, MoEConfig, StateSize, distinct, minimum
-from .parameters import bytes_of_copy, count_parameters, is_one_byte, known, weight_bytes, weights, whole_decoder
+from ..config import DecoderConfig, Flops, MixerConfig, Model, MoEConfig, Number, StateSize, Weight, distinct, minimum
+from .memory import state_size
+from .parameters import bytes_of_copy, is_one_byte, known, weight_bytes, whole_decoder
 from .recipes import recipe_named
-from .state import state_size
 
 __all__ = [
     "PassCost",
@@ -73,6 +74,7 @@ class PassCost:
     flops_fp8: int
     weight_bytes: int
     state_bytes: int
+    flops_mixing: int = field(repr=False, default=0)  # of the mixers, their weights on the new tokens left out
 
     @property
     def flops(self) -> int:
@@ -88,44 +90,73 @@ class PassCost:
         return self.flops / self.bytes
 
 
+class _Part(NamedTuple):
+    """The weights of some parts of a model, as every pass needs to know them."""
+
+    linear_flops: int = 0  # a token
+    fp8_linear_flops: int = 0  # the share of these in FP8
+    fixed_bytes: int = 0  # read by every pass
+    chosen: tuple[tuple[int, int, int], ...] = ()  # of what has copies: how many, how many a token uses, bytes of one
+
+    def bytes(self, tokens: Number) -> Number:
+        """Bytes that a pass of ``tokens`` tokens reads, of copies those expected."""
+        return self.fixed_bytes + sum(distinct(copies, used, tokens) * size for copies, used, size in self.chosen)
+
+    @property
+    def all_bytes(self) -> int:
+        return self.fixed_bytes + sum(copies * size for copies, _, size in self.chosen)
+
+
 @dataclass(frozen=True)
 class _Profile:
     """What every pass of a model needs to know, summed once per (config, recipe)."""
 
-    mixers: tuple[tuple[MixerConfig, int], ...]  # distinct mixers, layers that have each
-    linear_flops: int  # a token
-    fp8_linear_flops: int  # the share of these in FP8
-    fixed_bytes: int  # read by every pass, embedding and head aside
-    chosen_bytes: tuple[tuple[int, int, int], ...]  # of what has copies: how many, how many a token uses, bytes of one
+    layers: tuple[tuple[MixerConfig, int], ...]  # distinct mixers, layers that have each
+    mixers: _Part
+    experts: _Part
+    rest: _Part  # dense and shared feed-forwards, routers and norms; neither embedding nor head
     state: StateSize
+
+    @property
+    def parts(self) -> tuple[_Part, _Part, _Part]:
+        return self.mixers, self.experts, self.rest
 
 
 @lru_cache(maxsize=256)
 def _profile(config: DecoderConfig, recipe: str) -> _Profile:
-    chosen, last = recipe_named(recipe), config.num_layers - 1
+    mixers: list[Weight] = []
+    others = [Weight("norm", "norm", config.hidden_size)]
+    for i, layer in enumerate(config.layers):
+        norm, *inside = (w._replace(layer=i) for w in layer.weights(config.hidden_size))
+        count = sum(1 for _ in layer.mixer.weights(config.hidden_size))
+        mixers += inside[:count]
+        others += [norm, *inside[count:]]
+    last = config.num_layers - 1
+    return _Profile(
+        layers=tuple(Counter(config.mixers).items()),
+        mixers=_part(mixers, recipe, last),
+        experts=_part((w for w in others if w.copies > 1), recipe, last),
+        rest=_part((w for w in others if w.copies == 1), recipe, last),
+        state=state_size(config),
+    )
+
+
+def _part(weights: Iterable[Weight], recipe: str, last_layer: int) -> _Part:
+    chosen = recipe_named(recipe)
     linear = fp8 = fixed = 0
     copied: Counter[tuple[int, int]] = Counter()
-    for w in weights(config):
-        if w.role in ("embedding", "head"):
-            continue
+    for w in weights:
         if w.role in _LINEAR:
             flops = 2 * w.area * w.used
             linear += flops
-            if chosen.fp8_products and (chosen.bytes == 1 or is_one_byte(w, chosen, last)):
+            if chosen.fp8_products and (chosen.bytes == 1 or is_one_byte(w, chosen, last_layer)):
                 fp8 += flops
-        size = bytes_of_copy(w, chosen, last)
+        size = bytes_of_copy(w, chosen, last_layer)
         if w.copies > 1:
             copied[w.copies, w.used] += size
         else:
             fixed += size
-    return _Profile(
-        mixers=tuple(Counter(config.mixers).items()),
-        linear_flops=linear,
-        fp8_linear_flops=fp8,
-        fixed_bytes=fixed,
-        chosen_bytes=tuple((copies, used, size) for (copies, used), size in copied.items()),
-        state=state_size(config),
-    )
+    return _Part(linear, fp8, fixed, tuple((copies, used, size) for (copies, used), size in copied.items()))
 
 
 def pass_cost(
@@ -169,24 +200,24 @@ def pass_cost(
     profile, chosen = _profile(config, recipe), recipe_named(recipe)
     tokens, seen = batch_size * new_tokens, context + new_tokens
     mixing = Flops()  # of one sequence
-    for mixer, layers in profile.mixers:
+    for mixer, layers in profile.layers:
         flops = mixer.flops(context, new_tokens, causal=causal, form=form)
         mixing = Flops(*(total + layers * more for total, more in zip(mixing, flops, strict=True)))
 
     flops_head, table_bytes = _embedding_and_head(config, recipe, tokens, batch_size, logits)
-    chosen_bytes = sum(distinct(copies, used, tokens) * size for copies, used, size in profile.chosen_bytes)
     whole_fp8 = chosen.fp8_products and chosen.bytes == 1
     state = profile.state
     grown = seen * state.per_token * state_bytes_per_element
     kept = state.recurrent * recurrent_bytes_per_element + state.constant * state_bytes_per_element
     return PassCost(
-        flops_linear=tokens * profile.linear_flops + batch_size * mixing.linear,
+        flops_linear=tokens * sum(part.linear_flops for part in profile.parts) + batch_size * mixing.linear,
         flops_attention=batch_size * mixing.attention,
         flops_recurrence=batch_size * mixing.recurrence,
         flops_head=flops_head,
-        flops_fp8=tokens * profile.fp8_linear_flops + (flops_head if whole_fp8 else 0),
-        weight_bytes=round(profile.fixed_bytes + chosen_bytes) + table_bytes,
+        flops_fp8=tokens * sum(part.fp8_linear_flops for part in profile.parts) + (flops_head if whole_fp8 else 0),
+        weight_bytes=round(sum(part.bytes(tokens) for part in profile.parts)) + table_bytes,
         state_bytes=round(batch_size * (grown + 2 * kept)),
+        flops_mixing=batch_size * sum(mixing),
     )
 
 
@@ -195,10 +226,64 @@ def _embedding_and_head(
 ) -> tuple[int, int]:
     """(FLOPs of the head, bytes read of the embedding table and the head)."""
     rows = {"all": tokens, "last": batch_size, "none": 0}[logits]
-    row_bytes = config.hidden_size * recipe_named(recipe).bytes
+    table = next(w for w in config.weights() if w.role == "embedding")  # the head is of the same shape
+    row_bytes = bytes_of_copy(table._replace(rows=1), recipe_named(recipe), config.num_layers - 1)
     head = config.vocab_size * row_bytes if logits != "none" else 0
     looked_up = 0 if config.tie_embeddings and logits != "none" else minimum(tokens, config.vocab_size) * row_bytes
     return 2 * rows * config.vocab_size * config.hidden_size, head + looked_up
+
+
+class PartBytes(NamedTuple):
+    """Bytes of the weights of mixers, of routed experts, and of the rest, embedding and head included."""
+
+    mixers: int
+    experts: int
+    rest: int
+
+
+def bytes_in_parts(config: DecoderConfig, recipe: str) -> PartBytes:
+    """:func:`~tokenbytoken.cost.weight_bytes`, part by part."""
+    profile = _profile(config, recipe)
+    mixers, experts = profile.mixers.all_bytes, profile.experts.all_bytes
+    return PartBytes(mixers, experts, weight_bytes(config, recipe) - mixers - experts)
+
+
+class Share(NamedTuple):
+    """What the busiest GPU of those that share each layer does in one pass; its state is left to whoever places it."""
+
+    weight_bytes: Number
+    flops: Number
+    flops_fp8: Number
+
+
+def busiest_share(
+    config: Model, cost: PassCost, own: PassCost, tokens: Number, own_tokens: Number,
+    *, gpus: Number, recipe: str, whole_experts: bool, busiest: float,
+) -> Share:  # fmt: skip
+    """The busiest of ``gpus`` where readers are dealt to them, and every mixer is copied to each.
+
+    ``cost``: the pass of all readers, ``tokens`` tokens. ``own``: that of the readers which the GPU has. What is not
+    copied is divided evenly; with ``whole_experts`` everything but experts is copied, and the GPU's experts get
+    ``busiest`` times the mean load.
+    """
+    profile = _profile(whole_decoder(config), recipe)
+    mixers, experts, _ = profile.parts
+    if not whole_experts:  # mixers on its own readers, the rest of the pass divided
+        mixing = own_tokens * mixers.linear_flops + own.flops_mixing
+        others = cost.flops - cost.flops_mixing - tokens * mixers.linear_flops
+        fp8 = cost.flops_fp8 - tokens * mixers.fp8_linear_flops
+        return Share(
+            mixers.fixed_bytes + (cost.weight_bytes - mixers.fixed_bytes) / gpus,
+            mixing + others / gpus,
+            own_tokens * mixers.fp8_linear_flops + fp8 / gpus,
+        )
+    read = minimum(busiest * experts.bytes(tokens), experts.all_bytes) / gpus
+    routed, routed_fp8 = (busiest * tokens / gpus * flops for flops in (experts.linear_flops, experts.fp8_linear_flops))
+    return Share(
+        own.weight_bytes - experts.bytes(own_tokens) + read,
+        own.flops - own_tokens * experts.linear_flops + routed,
+        own.flops_fp8 - own_tokens * experts.fp8_linear_flops + routed_fp8,
+    )
 
 
 def cache_crossing(config: Model, recipe: str = "bf16", bytes_per_element: float = 2) -> float:
@@ -208,33 +293,33 @@ def cache_crossing(config: Model, recipe: str = "bf16", bytes_per_element: float
 
 
 def prefill_crossing(config: Model, *, causal: bool = True) -> float:
-    """Prompt length at which prefill attention costs as many FLOPs as the weights do.
+    """Prompt length at which prefill attention costs as many FLOPs as everything else in the layers.
 
-    The weights cost 2 FLOPs a token for each active parameter, embedding and head counted whole (the
-    usual rule of thumb, ``6ND`` without its backward pass). Attention in a prompt of S tokens meets
-    S^2 / 2 pairs, those that the causal mask leaves, at 4 D FLOPs a query head; latent attention is
-    counted in its expanded form, which is the cheaper one here. ``causal=False`` counts the masked pairs
-    as well, and gives half the length.
+    That is 2 FLOPs a token for each number in a product, and what a recurrence costs; the embedding is looked up, and
+    the head meets one row of a prompt, so neither counts. Attention in a prompt of S tokens meets S^2 / 2 pairs, those
+    that the causal mask leaves, at 4 D FLOPs a query head; latent attention is counted in its expanded form, which is
+    the cheaper one here. ``causal=False`` counts the masked pairs as well, and gives half the length.
     """
-    decoder = whole_decoder(config)
-    weights_of_a_token = 2 * count_parameters(decoder).active
-    mixers = _profile(decoder, "bf16").mixers
+    profile = _profile(whole_decoder(config), "bf16")
+    mixers = profile.layers
+    others_of_a_token = sum(part.linear_flops for part in profile.parts)
+    others_of_a_token += sum(layers * mixer.flops(0, 1).recurrence for mixer, layers in mixers)
 
     def attention_of_a_token(length: float) -> float:
         whole_square = sum(layers * mixer.flops(0, length, form="expanded").attention for mixer, layers in mixers)
         return whole_square / length / (2 if causal else 1)
 
     longest = 1.0
-    while attention_of_a_token(longest) < weights_of_a_token:
+    while attention_of_a_token(longest) < others_of_a_token:
         longest *= 2
         if longest > LIMIT:  # no attention, or one whose cost a token is bounded
             return math.inf
     if attention_of_a_token(1.0) * longest == attention_of_a_token(longest):  # as is usual: in proportion to length
-        return weights_of_a_token / attention_of_a_token(1.0)
+        return others_of_a_token / attention_of_a_token(1.0)
     low, high = longest / 2, longest
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if attention_of_a_token(middle) < weights_of_a_token else (low, middle)
+        low, high = (middle, high) if attention_of_a_token(middle) < others_of_a_token else (low, middle)
     return high
 
 

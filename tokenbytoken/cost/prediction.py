@@ -11,18 +11,22 @@ what neither hides: the start of each operation, and the messages between GPUs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .._numbers import share, whole
 from ..config import Model, Number, maximum
 from .hardware import Accelerator, find_accelerator
-from .passes import PassCost, pass_cost
-from .placement import CacheLayout, Placement, footprint_on, message_seconds
+from .parameters import whole_decoder
+from .passes import PassCost, Share, busiest_share, pass_cost
+from .placement import CacheLayout, ExpertLayout, Placement, footprint_on, message_seconds
 from .recipes import recipe_named
 
-__all__ = ["PassTime", "Prediction", "predict", "roofline"]
+__all__ = ["Launched", "PassTime", "Prediction", "launches", "predict", "roofline"]
+
+Launched = Literal["eager", "graphed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +104,13 @@ class Prediction(PassTime):
     """The time of one pass, and whether weights and state fit.
 
     ``bytes_needed`` and ``bytes_available`` are those of all GPUs together: weights and state of the
-    fullest GPU, times their number. Activations are left out of both.
+    fullest GPU, times their number. What a server needs besides is left out of both:
+    :func:`~tokenbytoken.cost.working_memory`. ``launches``: operations started, see :func:`launches`.
     """
 
     bytes_needed: int
     bytes_available: int
+    launches: int = 0
     cost: PassCost = field(repr=False)
     tokens: int
     dtype: str
@@ -135,7 +141,10 @@ def predict(
     logits: Literal["all", "last", "none"] = "last",
     causal: bool = False,
     cache: CacheLayout = "heads",
+    experts: ExpertLayout = "split",
+    busiest: float = 1.0,
     usable: float = 1.0,
+    launched: Launched | None = None,
 ) -> Prediction:
     """Seconds of a pass = max(memory, compute) + overhead + communication.
 
@@ -144,8 +153,9 @@ def predict(
     GPUs (all, unless said otherwise). Left-over GPUs form pipeline stages: they hold layers, but a single
     pass visits them one after the other, and is no faster. ``efficiency`` is the share of peak bandwidth
     and peak compute that is reached, ``usable`` that of memory; ``operations`` small operations cost
-    ``accelerator.operation_seconds`` each. ``cache`` as in :func:`~tokenbytoken.cost.state_share`;
-    messages are counted as those of tensor parallelism in either layout.
+    ``accelerator.operation_seconds`` each. ``cache``, ``experts`` and ``busiest`` as in
+    :class:`~tokenbytoken.cost.Placement`: the times are those of the busiest GPU. ``launched`` adds what others
+    measured for the start of each of :func:`launches`: "graphed" to the work, "eager" while the work runs.
 
     FP8 recipes multiply in FP8 what they store in FP8, where the accelerator can; scores, values and scan
     stay in two bytes ("fp32": all in fp32). Raises ValueError for a number out of range, for sizes that do
@@ -157,6 +167,8 @@ def predict(
         recipe=recipe,
         state_bytes_per_element=state_bytes_per_element,
         cache=cache,
+        experts=experts,
+        busiest=busiest,
     )
     gpu = find_accelerator(accelerator)
     t, stages = placement.on(config).shared_by, placement.stages
@@ -164,25 +176,46 @@ def predict(
     new_tokens = whole("new_tokens", new_tokens)
     efficiency, usable = share("efficiency", efficiency), share("usable", usable)
     operations = whole("operations", operations, 0)
-    cost = pass_cost(
-        config,
-        batch_size,
-        context,
-        new_tokens,
-        recipe=recipe,
-        state_bytes_per_element=state_bytes_per_element,
-        logits=logits,
-        causal=causal,
-    )
+    if launched not in (None, "eager", "graphed"):
+        raise ValueError(f"launched must be 'eager', 'graphed' or None, not {launched!r}")
+    if launched and gpu.launch is None:
+        raise ValueError(f"{gpu.name} has no published time of a launch: its own are part of its calibration")
+
+    def passed(readers: Number) -> PassCost:
+        return pass_cost(
+            config,
+            readers,
+            context,
+            new_tokens,
+            recipe=recipe,
+            state_bytes_per_element=state_bytes_per_element,
+            logits=logits,
+            causal=causal,
+        )
+
+    cost = passed(batch_size)
     tokens, seen = batch_size * new_tokens, context + new_tokens
     size = footprint_on(config, placement)
+    here = math.ceil(batch_size / size.dealt_to)  # readers whose state the fullest GPU has
+    work = Share(cost.weight_bytes / t, cost.flops / t, cost.flops_fp8 / t)
+    if cache == "readers":
+        work = busiest_share(
+            config,
+            cost,
+            passed(here),
+            tokens,
+            here * new_tokens,
+            gpus=t,
+            recipe=recipe,
+            whole_experts=experts == "whole",
+            busiest=busiest,
+        )
     # A pass visits the stages in turn. A recurrent state is read and written, a cached token moved once.
-    state = stages * batch_size * (seen * size.per_token + 2 * size.per_sequence)
-    moved = cost.weight_bytes / t + state
+    state = stages * here * (seen * size.per_token + 2 * size.per_sequence)
     dtype = gpu.compute_dtype("fp32" if recipe == "fp32" else "bf16")
     in_fp8 = recipe_named(recipe).fp8_products
-    flops = {"fp8": cost.flops_fp8 / t} if in_fp8 else {}
-    flops[dtype] = (cost.flops - cost.flops_fp8) / t
+    flops = {"fp8": work.flops_fp8} if in_fp8 else {}
+    flops[dtype] = work.flops - work.flops_fp8
     messages = message_seconds(
         config,
         gpu,
@@ -190,13 +223,39 @@ def predict(
         rows=tokens,
         logit_rows={"all": tokens, "last": batch_size, "none": 0}[logits],
         bytes_per_element=2,
+        seen=batch_size * seen,
     )
-    time = roofline(gpu, moved, flops, tokens, operations=operations, messages=messages, efficiency=efficiency)
+    time = roofline(
+        gpu, work.weight_bytes + state, flops, tokens, operations=operations, messages=messages, efficiency=efficiency
+    )
+    started = launches(config) if launched else 0
+    if launched and gpu.launch is not None:
+        overhead = started * {"eager": gpu.launch.eager, "graphed": gpu.launch.graphed}[launched]
+        time = replace(time, overhead_seconds=overhead, overlapped=launched == "eager")
     return Prediction(
         **vars(time),
         bytes_needed=round(t * stages * size.bytes(batch_size, seen)),
         bytes_available=round(gpu.memory_bytes * usable * t * stages),
+        launches=started,
         cost=cost,
         tokens=tokens,
         dtype=gpu.compute_dtype("fp8") if in_fp8 else dtype,
     )
+
+
+def launches(config: Model) -> int:
+    """Operations that a pass starts: one for each product with a weight and each norm, and for each layer's mixer and
+    feed-forward one more, for the scores and values, the scan, or the gate.
+
+    Kernels that do several of these at once start fewer, the first attempt at a model several times as many. All
+    experts together count as one.
+    """
+    decoder = whole_decoder(config)
+    started = sum(1 for w in decoder.weights() if w.role in STARTED) + decoder.tie_embeddings
+    return started + sum(1 + (layer.feed_forward is not None) for layer in decoder.layers)
+
+
+#: Roles of weights that an operation is started for.
+STARTED = frozenset(
+    {"embedding", "head", "attention", "mamba", "mixer", "feed_forward", "expert", "router", "projection", "norm"}
+)

@@ -93,7 +93,8 @@ class Attention(nn.Module):
         shape = (batch_size, self.config.num_kv_heads, max_length, self.config.head_dim)
         return Cache.empty(dtype, device, self.cache_format, k=shape, v=shape)  # keys are kept rotated
 
-    def forward(self, x: Tensor, step: Pass, cache: Cache | None = None) -> Tensor:
+    def heads(self, x: Tensor, step: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of x (B, T, M); what is rotated is rotated."""
         B, T, _ = x.shape
         D = self.config.head_dim
         q = self.q_proj(x).view(B, T, -1, D).transpose(1, 2)  # (B, H, T, D)
@@ -101,6 +102,11 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, D).transpose(1, 2)  # (B, K, T, D)
         if self.config.rope is not None:
             q, k = (step.rotate(t, self.config.rope) for t in (q, k))
+        return q, k, v
+
+    def forward(self, x: Tensor, step: Pass, cache: Cache | None = None) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = self.heads(x, step)
         if cache is not None:
             k, v = cache.append(step.start, k=k, v=v)  # (B, K, S, D)
         out = attend(q, k, v, scale=self.scale, padding=step.padding)

@@ -25,21 +25,23 @@ _RECORDS = BOOK / "measurements"
 
 
 def record(name: str, payload: Mapping[str, Any], *, command: str | None = None) -> Path | None:
-    """Keep a reference run as ``book/measurements/<name>.json``, with where, when and how it was made.
+    """Keep a reference run under ``book/measurements/``, with where, when and how it was made.
 
-    Writes only when the environment has ``TBT_RECORD=1``, and returns the path; otherwise does nothing and
+    A run on the CPU is ``<name>.json``, one on a GPU ``<name>.<gpu>.json``, so that neither replaces the other. Writes
+    only when the environment has ``TBT_RECORD=1``, and returns the path; otherwise does nothing and
     returns None, so that a chapter may call it on every machine. ``payload`` is JSON of plain numbers.
     """
-    path = _record_path(name)
+    gpu = torch.cuda.is_available()
+    path = _record_path(name, torch.cuda.get_device_name() if gpu else None)
     if os.environ.get("TBT_RECORD") != "1":
         return None
-    gpu = torch.cuda.is_available()
     entry = {
         "name": name,
         "device": torch.cuda.get_device_name() if gpu else "cpu",
         "driver": driver() if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
         "cpu": cpu_model(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "busy": busy(),
         "torch": torch.__version__,
@@ -50,16 +52,19 @@ def record(name: str, payload: Mapping[str, Any], *, command: str | None = None)
     }
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)  # fails before the old file is gone
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)  # a run that is stopped leaves the old record whole
     return path
 
 
-def reference(name: str) -> dict[str, Any]:
+def reference(name: str, gpu: str | None = None) -> dict[str, Any]:
     """A committed reference run: ``payload``, and ``device``, ``cpu``, ``torch``, ``date``, ``command`` …
 
-    Raises ValueError, naming those that exist, when there is none of this name.
+    That of the CPU, or of a ``gpu`` by the name that its driver gives it. Raises ValueError, naming those that exist,
+    when there is none of this name.
     """
-    path = _record_path(name)
+    path = _record_path(name, gpu)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in _RECORDS.glob("*.json"))) or "none"
         raise ValueError(f"there is no reference run {name!r} (there are: {known})")
@@ -67,10 +72,11 @@ def reference(name: str) -> dict[str, Any]:
     return entry
 
 
-def _record_path(name: str) -> Path:
+def _record_path(name: str, gpu: str | None = None) -> Path:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"a record's name has small letters, digits, '.', '_' and '-', not {name!r}")
-    return _RECORDS / f"{name}.json"
+    where = "" if gpu is None else "." + re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return _RECORDS / f"{name}{where}.json"
 
 
 def _command() -> str:

@@ -87,7 +87,7 @@ def _steps(
         raise ValueError(f"there are {len(prompts)} prompts, the state was made for {state.batch_size}")
     if state is not None and min(lengths) < longest:
         raise ValueError("prompts that continue a state must have equal lengths: its padding is already fixed")
-    device = model.embed.weight.device
+    device = model.device
     # One random stream for each prompt: what a row draws does not depend on who shares its batch.
     generators = [None] if sampling.is_greedy else generators_of(seed, len(prompts), device)
     padding = [longest - length for length in lengths]

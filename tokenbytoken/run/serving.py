@@ -62,7 +62,7 @@ class _Runner:
     def __init__(self, model: Decoder, static: bool) -> None:
         self.model = model
         self.static = static
-        self.device = model.embed.weight.device
+        self.device = model.device
         self.rows: list[_Sequence] = []
         self.state: DecoderState | None = None
 

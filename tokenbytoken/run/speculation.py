@@ -117,7 +117,7 @@ class PromptLookup:
 
     def start(self, model: Decoder, max_length: int) -> Propose:
         """See :class:`Draft`."""
-        vocab_size, device = model.config.vocab_size, model.embed.weight.device
+        vocab_size, device = model.config.vocab_size, model.device
 
         def propose(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
             distance = self.distance(tokens)
@@ -162,7 +162,7 @@ class DraftModel:
         mark = state.mark()
 
         def push(tokens: Sequence[int]) -> Tensor:
-            pushed = torch.tensor([tokens], device=self.model.embed.weight.device)
+            pushed = torch.tensor([tokens], device=self.model.device)
             return self.model(pushed, state, logits="last", checked=True)[:, -1]  # (1, V)
 
         def propose(tokens: Sequence[int], count: int, choose: Choose, hidden: Tensor) -> list[Guess]:
@@ -275,7 +275,7 @@ def speculate(
         raise ValueError(f"draft must be a Draft or a Decoder, not {draft!r}")
     state = model.new_state(1, length)
     propose = draft.start(model, length)
-    device = model.embed.weight.device
+    device = model.device
     [generator] = generators_of(seed, 1, device)
 
     def choose(logits: Tensor) -> Guess:

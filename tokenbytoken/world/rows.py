@@ -1,14 +1,14 @@
 """The book's running answer: does it fit, how long does one reader wait, how many readers at once?
 
 One node of eight GPUs; a reader pastes 131,072 tokens and wants 1,000 back. Each row asks the question of
-one model in one form. Nothing in it is typed in: weights and state are counted from the config, times
-come from the roofline, plus an assumed 10 µs and a ring over the links for each message between GPUs
-(:func:`tokenbytoken.cost.communication_seconds`). Activations are left out.
+one model in one form. Nothing in it is typed in: weights and state are counted from the config, times are floors, the
+roofline plus the messages between GPUs (:mod:`tokenbytoken.cost.messages`). ``readers`` counts weights and state
+alone; ``served`` sets aside what a server needs besides (:func:`tokenbytoken.cost.working_memory`, an estimate).
 
 >>> print(ledger("llama-3.1-405b", recipe="fp8-ffn"))
-131,072 tokens in; state and times of one reader; times: roofline plus messages between GPUs
-                         node       memory   weights   a reader   readers   first token   a token
-llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2        21.1 s   23.1 ms
+131,072 tokens in; state and times of one reader; times are floors (half of published tokens took 1.7 to 2.9 times that)
+                         node       memory   weights   a reader   readers   served   first token   a token
+llama-3.1-405b fp8-ffn   8 × H100   640 GB    487 GB    67.6 GB         2        0        19.6 s   21.6 ms
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from typing import Any
 from .._numbers import positive, whole
 from .._table import Table, table
 from ..config import DecoderConfig, MixerConfig
+from ..cost import (
+    Accelerator,
+    CacheLayout,
+    Footprint,
+    Placement,
+    Prediction,
+    find_accelerator,
+    footprint_on,
+    predict,
+    state_bytes,
+    weight_bytes,
+    working_memory_per_gpu,
+)
 from ..models import AttentionShape, published
-from .fits import Footprint
-from .hardware import Accelerator, find_accelerator
-from .parameters import weight_bytes
-from .placement import CacheLayout, Placement, footprint_on
-from .prediction import Prediction, predict
-from .state import state_bytes
+from .floors import typical
 
 __all__ = ["Ledger", "Row", "ledger", "row"]
 
@@ -47,12 +55,13 @@ class Row:
 
     ``kv_heads`` counts the heads in the *cache* alone: the weights stay those of the published model, as
     when the heads of a GQA checkpoint are repeated before they are cached. ``cache`` as in
-    :func:`tokenbytoken.cost.state_share`.
+    :class:`tokenbytoken.cost.Placement`, ``tensor_parallel`` too.
     """
 
     config: DecoderConfig
     accelerator: Accelerator
     gpus: int
+    tensor_parallel: int | None
     recipe: str
     context: int
     state_bytes_per_element: float
@@ -75,14 +84,19 @@ class Row:
         return state_bytes(self._cached, 1, self.context, self.state_bytes_per_element)
 
     @property
-    def _footprint(self) -> Footprint:
-        placement = Placement(
+    def _placement(self) -> Placement:
+        return Placement(
             gpus=self.gpus,
+            tensor_parallel=self.tensor_parallel,
             recipe=self.recipe,
             state_bytes_per_element=self.state_bytes_per_element,
             cache=self.cache,
         )
-        return replace(footprint_on(self._cached, placement), weights=self.weight_bytes / self.gpus)
+
+    @property
+    def _footprint(self) -> Footprint:
+        weights = footprint_on(self.config, self._placement).weights
+        return replace(footprint_on(self._cached, self._placement), weights=weights)
 
     @property
     def weights_fit(self) -> bool:
@@ -92,6 +106,14 @@ class Row:
     def readers(self) -> int:
         """Readers whose state fits on the node beside the weights."""
         return self._footprint.max_batch(self.accelerator.memory_bytes, self.context)
+
+    @property
+    def served(self) -> int | None:
+        """Readers beside whom a server still has its working memory, an estimate; None for a machine that is none."""
+        if self.accelerator.measured:
+            return None
+        working = working_memory_per_gpu(self.config, self.accelerator, self._placement).bytes
+        return self._footprint.max_batch(max(0, self.accelerator.memory_bytes - working), self.context)
 
     def prefill(self) -> Prediction:
         """The pass that reads the whole prompt; of causal attention only the pairs that count."""
@@ -111,6 +133,7 @@ class Row:
             context,
             new_tokens=new_tokens,
             gpus=self.gpus,
+            tensor_parallel=self.tensor_parallel,
             recipe=self.recipe,
             state_bytes_per_element=self.state_bytes_per_element,
             cache=self.cache,
@@ -134,6 +157,7 @@ class Row:
         depends = [f"{self.readers:,}", _seconds(self.first_token_seconds), _seconds(self.token_seconds)]
         if self.accelerator.measured:
             node, memory, *depends = "this machine", f"⟨{memory:>8}⟩", *(f"⟨{text:>9}⟩" for text in depends)
+        depends.insert(1, "-" if self.served is None else f"{self.served:,}")
         return [self.label, node, memory, _gigabytes(self.weight_bytes), _gigabytes(self.reader_bytes), *depends]
 
 
@@ -157,7 +181,7 @@ def _three_digits(value: float) -> str:
 
 
 _COLUMNS = {"": "", "node": ""} | dict.fromkeys(
-    ("memory", "weights", "a reader", "readers", "first token", "a token"), ">"
+    ("memory", "weights", "a reader", "readers", "served", "first token", "a token"), ">"
 )
 
 
@@ -170,7 +194,10 @@ class Ledger:
     def _table(self) -> Table:
         contexts = sorted({row.context for row in self.rows})
         title = " or ".join(f"{context:,}" for context in contexts) + " tokens in; state and times of one reader; "
-        title += "times: roofline plus messages between GPUs"
+        title += "times are floors"
+        if not all(row.accelerator.measured for row in self.rows):
+            low, high = typical("lone decode")
+            title += f" (half of published tokens took {low:.1f} to {high:.1f} times that)"
         return table([row.cells() for row in self.rows], _COLUMNS, caption=title)
 
     def __str__(self) -> str:
@@ -197,6 +224,7 @@ def row(
     recipe: str = "bf16",
     gpu: Accelerator | str = "h100",
     gpus: int | None = None,
+    tensor_parallel: int | None = None,
     context: int = 131_072,
     state_bytes_per_element: float | None = None,
     kv_heads: int | None = None,
@@ -225,13 +253,14 @@ def row(
         kv_heads = whole("kv_heads", kv_heads)
     if label is None:
         label = f"{found.name} {recipe}"
-        label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'} cached" if kv_heads is not None else ""
-        label += ", 1-byte cache" if state_bytes_per_element == 1 else ""
-        label += ", cache divided" if cache == "divided" else ""
+        label += f", {kv_heads} KV {'head' if kv_heads == 1 else 'heads'}" if kv_heads is not None else ""
+        label += ", 1 B cache" if state_bytes_per_element == 1 else ""
+        label += f", by {cache}" if cache != "heads" else ""
     built = Row(
         config=found,
         accelerator=node,
         gpus=(1 if node.measured else 8) if gpus is None else whole("gpus", gpus),
+        tensor_parallel=tensor_parallel,
         recipe=recipe,
         context=whole("context", context),
         state_bytes_per_element=positive("state_bytes_per_element", state_bytes_per_element),
@@ -252,7 +281,8 @@ def book() -> tuple[Row, ...]:
         row("llama-3.1-405b", recipe="fp8-ffn", state_bytes_per_element=1),
         row("deepseek-v3", recipe="fp8-block"),
         row("deepseek-v3", recipe="fp8-block", gpu="h200"),
-        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="divided"),
+        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="readers"),
+        row("deepseek-v3", recipe="fp8-block", gpu="h200", cache="sequence"),
         row("jamba-1.5-large", recipe="int8-experts"),
     )
 
