@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,12 +28,25 @@ def smollm2() -> tbt.Decoder:
     return tbt.load(SMOLLM2)
 
 
+# transformers asks for the first again for the configuration, the weights and the tokenizer, and for the second again
+# for each of 397 modules: half a minute for the same answers.
+ONCE = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+
+
+def from_gguf(auto: Any, **options: Any) -> Any:
+    """What transformers makes of the file, with the library's own reader."""
+    path = tbt.checkpoints.find(SMOLLM2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, cached in ONCE.items():
+            patch.setattr(gguf, name, cached)
+        return auto.from_pretrained(path.parent, gguf_file=path.name, **options)
+
+
 @pytest.fixture(scope="module")
 def reference() -> Any:
     from transformers import AutoModelForCausalLM
 
-    path = tbt.checkpoints.find(SMOLLM2)
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return from_gguf(AutoModelForCausalLM, dtype=torch.float32).eval()
 
 
 def prompts() -> list[list[int]]:
@@ -82,8 +97,7 @@ def test_smollm2_weights_are_those_of_transformers(smollm2: tbt.Decoder, referen
 def reference_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    path = tbt.checkpoints.find(SMOLLM2)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return from_gguf(AutoTokenizer)
 
 
 def test_tokenizer_equals_transformers(reference_tokenizer: Any) -> None:
@@ -343,8 +357,6 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
 
 def write_gguf(path: Path, changes: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> None:
     """A Llama of one layer; ``...`` leaves a field or a tensor out."""
-    import gguf
-
     M, F, V = 8, 12, 5
     fields = {
         "embedding_length": M, "block_count": 1, "feed_forward_length": F, "context_length": 64,
