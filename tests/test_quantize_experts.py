@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_gpu import READS, fake_gpu
 from torch import Tensor, nn
 
 import tokenbytoken as tbt
@@ -231,6 +232,41 @@ def test_a_mixture_of_quantised_experts_is_the_loop_over_tokens(tokens: int, act
         families.assert_close(block(x).double(), want, 1e-5 if activations is None else 2e-3)
     assert block(x).shape == (tokens, 24)
     assert block(x.view(tokens, 1, 24)).shape == (tokens, 1, 24)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 50])  # two choose six experts, of which one may be the same
+@pytest.mark.parametrize("activations", [None, "tensor", "row", "tile"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_mixing_without_the_host_equals_expert_by_expert(
+    tokens: int, activations: Granularity | None, format: str
+) -> None:
+    block = one_byte(mixture(), format=format, activations=activations)
+    x = normal(tokens, 24)
+    x[1:2] = x[:1]  # the same experts
+    weights, chosen = block.router(x)
+    got, want = block.experts.mixed(x, weights, chosen), block._expert_by_expert(x, weights, chosen)
+    assert got.shape == want.shape
+    if tokens:
+        families.assert_close(got, want, 1e-6)
+        families.assert_differs(block.experts.mixed(x, weights, (chosen + 1) % 8), want)
+
+
+@pytest.mark.parametrize("activations", [None, "tensor", "row", "tile"])
+def test_a_gpu_is_never_asked_who_was_chosen(activations: Granularity | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = mixture().config
+    with fake_gpu(monkeypatch):
+        block = MoE(config, 24).requires_grad_(False)
+        weights = {
+            name: QuantizedTensor(torch.empty(8, *shape, dtype=torch.int8), torch.empty(8, shape[0], 1), (1, shape[1]))
+            for name, shape in zip(PROJECTIONS, [(16, 24), (16, 24), (24, 16)], strict=True)
+        }
+        block.experts = QuantizedExperts(weights, format="int8", activations=activations)  # type: ignore[assignment]
+        for tokens in (2, 3):  # as many pairs as experts at the most, and more
+            x = torch.empty(tokens, 1, 24)
+            out = block(x)
+            assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+        with pytest.raises(READS):  # so a read would be seen
+            block._expert_by_expert(x[:, 0], *block.router(x[:, 0]))
 
 
 def test_a_pass_expands_the_chosen_experts_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,12 @@ class QuantizedTensor:
         """Bytes held, scales included."""
         return self.values.nbytes + self.scales.nbytes
 
-    def __getitem__(self, i: int) -> QuantizedTensor:
-        """One matrix of a stack, a view."""
-        return QuantizedTensor(self.values[i], self.scales[i], self.block)
+    def __getitem__(self, i: int | Tensor) -> QuantizedTensor:
+        """One matrix of a stack: a view; for a number (1,) that the host is not to read, a copy."""
+        if isinstance(i, int):
+            return QuantizedTensor(self.values[i], self.scales[i], self.block)
+        codes = self.values.view(torch.uint8).index_select(0, i).squeeze(0)  # not every device picks FP8
+        return QuantizedTensor(codes.view(self.values.dtype), self.scales.index_select(0, i).squeeze(0), self.block)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """code × scale, multiplied in float32 and then rounded to ``dtype``."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._numbers import positive
 from ..cost.recipes import recipes
 from ..decoder import Decoder
-from ..layers.feed_forward import Experts, Router
+from ..layers.feed_forward import Experts, Router, asked_in_turn
 from .number_formats import (
     BLOCK,
     DTYPES,
@@ -242,10 +242,18 @@ class QuantizedExperts(OneByteLayer):
         """The stack of one projection, ``"gate_proj"``, ``"up_proj"`` or ``"down_proj"``; ``[expert]`` is a matrix."""
         return QuantizedTensor(getattr(self, f"{name}_values"), getattr(self, f"{name}_scales"), self.blocks[name])
 
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        """What one expert makes of x (n, M)."""
+    def forward(self, x: Tensor, expert: int | Tensor) -> Tensor:
+        """What one expert makes of x (n, M); ``expert`` is its number, or a tensor (1,) with it."""
         gate, up, down = (self.weight(name)[expert] for name in ("gate_proj", "up_proj", "down_proj"))
         return self._product(F.silu(self._product(x, gate)) * self._product(x, up), down)
+
+    def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """As :meth:`~tokenbytoken.layers.feed_forward.Experts.mixed`: no number is read on the host, and a single
+        expert is expanded at a time. Few tokens expand those that they chose, many expand all."""
+        E, pairs = self.weight("gate_proj").shape[0], chosen.flatten().sort().values
+        if len(pairs) > E:
+            return asked_in_turn(self, E, torch.arange(E, device=x.device), x, weights, chosen)
+        return asked_in_turn(lambda its, i: self(its, pairs[i : i + 1]), E, pairs, x, weights, chosen)
 
     def extra_repr(self) -> str:
         (E, width, M), inputs = self.weight("gate_proj").shape, self.activations or "not quantised"

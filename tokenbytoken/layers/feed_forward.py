@@ -14,6 +14,7 @@ and Jamba is the router alone, and that is in :class:`~tokenbytoken.config.MoECo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -120,13 +121,7 @@ class Experts(nn.Module):
         elif n * k <= E:  # few tokens, as in a decode step: the matrices that they need are copied
             each = self._gathered(x, chosen)
         else:  # many: each expert works on all of them, and what nobody asked for is dropped
-            share = weights.new_zeros(n, E).scatter_(-1, chosen, weights)
-            asked = torch.zeros_like(share, dtype=torch.bool).scatter_(-1, chosen, True)
-            out = torch.zeros_like(x, dtype=weights.dtype)
-            for e in range(E):
-                # Not times 0: what an expert makes of a token that is not its own may be infinite.
-                out += (self(x, e) * share[:, e : e + 1]).where(asked[:, e : e + 1], 0)
-            return out
+            return asked_in_turn(self, E, torch.arange(E, device=x.device), x, weights, chosen)
         return (each * weights.unsqueeze(-1)).sum(1)
 
     def _grouped(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -144,6 +139,27 @@ class Experts(nn.Module):
         column = x[:, None, :, None]  # (n, 1, M, 1)
         hidden = F.silu(self.gate_proj[chosen] @ column) * (self.up_proj[chosen] @ column)  # (n, k, F, 1)
         return (self.down_proj[chosen] @ hidden).squeeze(-1)
+
+
+def asked_in_turn(
+    expert: Callable[[Tensor, int], Tensor], E: int, numbers: Tensor, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:
+    """:meth:`Experts.mixed`, an expert at a time: ``expert(x, i)`` is what number i of ``numbers`` (m,) makes of x.
+
+    ``numbers`` are in order and hold each expert that was chosen; of equal ones the first counts.
+    """
+    share = weights.new_zeros(len(x), E).scatter_(-1, chosen, weights)
+    asked = torch.zeros_like(share, dtype=torch.bool).scatter_(-1, chosen, True)
+    first = torch.ones_like(numbers, dtype=torch.bool)
+    first[1:] = numbers[1:] != numbers[:-1]
+    share, asked = share[:, numbers], asked[:, numbers] & first  # (n, m)
+    out = torch.zeros_like(x, dtype=weights.dtype)
+    for i in range(len(numbers)):
+        its = asked[:, i : i + 1]
+        # Zeros in place of others' tokens: no scale that the expert finds for its input depends on these. And zeros
+        # in place of what it makes of them, not times 0: that may be infinite.
+        out += (expert(x.where(its, 0), i) * share[:, i : i + 1]).where(its, 0)
+    return out
 
 
 def _has_grouped_product(weight: Tensor) -> bool:
