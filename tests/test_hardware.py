@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenbytoken.config import DecoderConfig
+from tokenbytoken.config import AttentionConfig, DecoderConfig
 from tokenbytoken.cost import (
     Accelerator,
     Placement,
@@ -292,11 +292,11 @@ def test_what_a_gpu_holds() -> None:
         (weight_bytes(v3, "fp8-block") - attention) / 8 + attention
     )
     # 70B with one KV head: copied to every GPU, or dealt by reader, or by token.
-    layers = CONFIGS["llama-3.1-70b"].layers
-    one_head = replace(
-        CONFIGS["llama-3.1-70b"],
-        layers=tuple(replace(layer, mixer=replace(layer.mixer, num_kv_heads=1)) for layer in layers),
-    )
+    whole = CONFIGS["llama-3.1-70b"]
+    mixer = whole.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    one = replace(mixer, num_kv_heads=1)
+    one_head = replace(whole, layers=tuple(replace(layer, mixer=one) for layer in whole.layers))
     readers = [footprint_per_gpu(one_head, gpus=8, cache=c).max_batch(80e9, READER) for c in found]
     assert readers == [11, 64, 93]
 

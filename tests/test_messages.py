@@ -202,8 +202,8 @@ def test_a_cache_along_the_sequence_exchanges_what_it_says() -> None:
         parts.append(message)
     largest = torch.stack([part[:, dim] for part in parts]).amax(0)
     weights = [(part[:, dim] - largest).exp() for part in parts]
-    sums = sum(w[:, None] * part[:, :dim] for w, part in zip(weights, parts, strict=True))
-    total = sum(w * part[:, dim + 1] for w, part in zip(weights, parts, strict=True))
+    sums = torch.stack([w[:, None] * part[:, :dim] for w, part in zip(weights, parts, strict=True)]).sum(0)
+    total = torch.stack([w * part[:, dim + 1] for w, part in zip(weights, parts, strict=True)]).sum(0)
     torch.testing.assert_close(sums / total[:, None], want[:, 0])
     assert mixer.exchanged() == (q.numel(), back)
 
@@ -241,8 +241,10 @@ def test_405b_over_two_nodes() -> None:
     """Published: 5.1 requests a second in two stages, 4.5 in one group of sixteen (vLLM, July 2024)."""
     config = tbt.published["llama-3.1-405b"]
 
-    def prompt(**layout: int) -> float:
-        return predict(config, "h100", 8, 0, new_tokens=1024, gpus=16, causal=True, **layout).communication_seconds
+    def prompt(tensor_parallel: int | None = None) -> float:
+        return predict(
+            config, "h100", 8, 0, new_tokens=1024, gpus=16, tensor_parallel=tensor_parallel, causal=True
+        ).communication_seconds
 
     assert prompt() < 2 * prompt(tensor_parallel=8)
     one = tbt.predict(config, "h100", 1, 0, new_tokens=131_072, gpus=16, causal=True)

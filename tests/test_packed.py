@@ -23,6 +23,7 @@ from tokenbytoken.checkpoints.gguf_fast import four_bit_blocks
 from tokenbytoken.checkpoints.packed import FourBitLinear, has_kernel, kernels, layers
 from tokenbytoken.checkpoints.packed.layers import EightBitLinear, rows_of_eight_bits
 from tokenbytoken.checkpoints.tensors import Blocks
+from tokenbytoken.layers import Attention
 from tokenbytoken.measure import book_file
 
 CPU = torch.device("cpu")
@@ -194,8 +195,9 @@ def test_a_file_of_any_widths_runs_and_takes_the_bytes_of_the_closed_form(
         assert tbt.stored_bytes(small) == tbt.weight_bytes(small.config, recipe)
     if widths != "all fit" and form == "packed":
         mixer = small.layers[0].mixer
+        assert isinstance(mixer, Attention)
         assert isinstance(mixer.k_proj, nn.Linear)  # expanded
-        assert isinstance(mixer.q_proj, FourBitLinear) or not has_kernel(4, (16, 32), CPU)
+        assert isinstance(mixer.get_submodule("q_proj"), FourBitLinear) or not has_kernel(4, (16, 32), CPU)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "mamba", "jamba"])
@@ -309,6 +311,14 @@ def test_a_packed_model_writes_drafts_and_shares_its_state(
     assert error(small(passage[:, 20:24], state), plain(passage[:, :24])[:, 20:]) < 0.05
 
 
+def four_bits_of(model: tbt.Decoder) -> FourBitLinear:
+    """What projects to the first layer's queries, keys and values."""
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, layers.PackedAttention)
+    assert isinstance(mixer.qkv_proj, FourBitLinear)
+    return mixer.qkv_proj
+
+
 @needs_four
 def test_packed_weights_stay_where_they_are(small: tbt.Decoder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="packed for this processor"):
@@ -318,10 +328,11 @@ def test_packed_weights_stay_where_they_are(small: tbt.Decoder, tmp_path: Path) 
         small.state_dict()
     with pytest.raises(ValueError, match="quantised layers already"):
         tbt.quantize_model(small)
+    first = four_bits_of(small)
     coded = tbt.quantize_cache(small, "int8")  # shares the weights
-    assert coded.layers[0].mixer.qkv_proj.packed is small.layers[0].mixer.qkv_proj.packed
+    assert four_bits_of(coded).packed is first.packed
     half = tbt.quantize_cache(small, None).to(torch.bfloat16)
-    assert half.layers[0].mixer.qkv_proj.scales.dtype == torch.bfloat16
+    assert four_bits_of(half).scales.dtype == torch.bfloat16
     assert half(torch.tensor([[5, 6]])).dtype == torch.bfloat16
 
 
