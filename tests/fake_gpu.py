@@ -15,8 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 import tokenbytoken as tbt
+from tokenbytoken.layers import MoE
 
-__all__ = ["READS", "fake_gpu", "state_on"]
+__all__ = ["READS", "check_nothing_is_read", "fake_gpu", "state_on"]
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -30,6 +31,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, *arguments, **keywords: tensor)
     with _MODE, torch.device("lazy", 0):
         yield
+
+
+def check_nothing_is_read(block: MoE, *counts: int, dtype: torch.dtype = torch.float32) -> None:
+    """A mixture made in ``fake_gpu`` runs, for each number of tokens, and asks the device for no number."""
+    for tokens in counts:
+        x = torch.empty(tokens, 1, block.router.weight.shape[1], dtype=dtype)
+        out = block(x)
+        assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+    with pytest.raises(READS):  # so a read would be seen
+        block._expert_by_expert(x[:, 0], *block.router(x[:, 0]))
 
 
 def state_on(model: tbt.Decoder, batch_size: int, max_length: int, padded: bool = False) -> tbt.DecoderState:

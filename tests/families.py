@@ -6,6 +6,7 @@ initialisation (0.02) real bugs nearly vanish. Logits then have a scale of about
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import tokenbytoken as tbt
-from tokenbytoken.layers import Cache, MambaState
+from tokenbytoken.layers import Cache, LatentAttention, MambaState
 
 if TYPE_CHECKING:
     from transformers import (
@@ -134,6 +135,25 @@ def random_tokens(batch: int, time: int, vocab: int = 97, seed: int = 0) -> torc
     return torch.randint(vocab, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
+def feed(model: tbt.Decoder, tokens: torch.Tensor, chunks: list[int], spare: int = 0, **state: Any) -> torch.Tensor:
+    """Logits of all tokens (B, T), pushed in chunks through one state with room for ``spare`` more."""
+    held = model.new_state(tokens.shape[0], tokens.shape[1] + spare, **state)
+    return torch.cat([model(chunk, held) for chunk in tokens.split(chunks, dim=1)], dim=1)
+
+
+def uneven(length: int) -> list[int]:
+    """Chunks of five tokens, of one, of seven, and of what is left: a prompt, a step, and what is neither."""
+    return [5, 1, 7, length - 13]
+
+
+def in_form(model: tbt.Decoder, form: Any) -> tbt.Decoder:
+    """The model with its latent attention told in which form to compute."""
+    for mixer in model.mixers:
+        if isinstance(mixer, LatentAttention):
+            mixer.form = form
+    return model
+
+
 def held_by(state: tbt.DecoderState) -> list[torch.Tensor]:
     """Every tensor of a state, of caches and of recurrent layers."""
     held = []
@@ -155,6 +175,14 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float = 2e-5) 
     assert got.shape == want.shape
     error, scale = (got - want).abs().max().item(), want.abs().max().item()
     assert error <= relative * scale, f"largest difference {error:.2e} on logits of scale {scale:.2f}"
+
+
+def assert_rows_close(
+    got: torch.Tensor, want: Sequence[torch.Tensor], padding: Sequence[int], relative: float = 2e-5
+) -> None:
+    """Each row of a padded batch (B, T, V), behind its pads, against its solo run (1, T - pads, V)."""
+    for i, (pads, alone) in enumerate(zip(padding, want, strict=True)):
+        assert_close(got[i : i + 1, pads:], alone, relative)
 
 
 def assert_differs(got: torch.Tensor, want: torch.Tensor, relative: float = 1e-2) -> None:

@@ -1,4 +1,4 @@
-"""What the parity tests under fuzz share: settings, the pair of models that is compared, and ways to feed tokens."""
+"""What the parity tests under fuzz share: settings, the pair of models that is compared, and how it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from families import ours, random_tokens
+from families import assert_close, feed, ours, random_tokens, reference_logits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -44,10 +44,15 @@ def cut(data: st.DataObject, length: int, least: int = 0, most: int = 6) -> list
     return [b - a for a, b in itertools.pairwise([0, *ends, length])]
 
 
-def feed(model: tbt.Decoder, tokens: Tensor, chunks: list[int], **state: Any) -> Tensor:
-    """Logits of all tokens (B, T), pushed in chunks through one state."""
-    held = model.new_state(tokens.shape[0], tokens.shape[1], **state)
-    return torch.cat([model(chunk, held) for chunk in tokens.split(chunks, dim=1)], dim=1)
+def equals_however_fed(
+    reference: PreTrainedModel, model: tbt.Decoder, tokens: Tensor, chunks: list[int], tolerance: float
+) -> None:
+    """All tokens (B, T) at once, one by one and in chunks, against the reference's one pass."""
+    want = reference_logits(reference, tokens)
+    assert want.abs().max() > 0.5  # real numbers, not noise around zero
+    assert_close(model(tokens), want, tolerance)
+    for sizes in ([1] * tokens.shape[1], chunks):
+        assert_close(feed(model, tokens, sizes), want, tolerance)
 
 
 def left_padded(length: int, padding: Sequence[int], seed: int) -> tuple[list[Tensor], Tensor]:

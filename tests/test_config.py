@@ -101,8 +101,8 @@ def test_deepseek_v2_groups_only_where_its_method_says_so() -> None:
     assert (limited.num_groups, limited.groups_kept, limited.group_score) == (4, 2, "max")
 
 
-def test_c55_jamba_layers() -> None:
-    config = read(JAMBA)
+@pytest.mark.parametrize("config", [read(JAMBA), tbt.published["jamba-v0.1"]], ids=["defaults", "published"])
+def test_c55_jamba_layers(config: tbt.DecoderConfig) -> None:
     attention = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, AttentionConfig)]
     experts = [i for i, layer in enumerate(config.layers) if isinstance(layer.feed_forward, MoEConfig)]
     assert attention == [4, 12, 20, 28]

@@ -19,11 +19,13 @@ from families import (
     assert_close,
     assert_differs,
     caches_of,
+    feed,
     held_by,
     llama,
     ours,
     random_tokens,
     reference_logits,
+    uneven,
 )
 
 import tokenbytoken as tbt
@@ -52,12 +54,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, tbt
     return reference, ours(reference, tmp_path_factory.mktemp("t-llama"))
 
 
-def feed(model: tbt.Decoder, tokens: torch.Tensor, chunks: list[int], **state: Any) -> torch.Tensor:
-    """Logits of all positions, the tokens fed chunk by chunk through one state."""
-    held = model.new_state(tokens.shape[0], tokens.shape[1] + 3, **state)
-    return torch.cat([model(chunk, held) for chunk in tokens.split(chunks, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity_however_the_tokens_are_fed(variant: str, tmp_path: Path) -> None:
     reference = llama(**VARIANTS[variant])
@@ -67,15 +63,15 @@ def test_parity_however_the_tokens_are_fed(variant: str, tmp_path: Path) -> None
     assert want.abs().max() > 2  # real numbers, not noise around zero
     assert_close(model(tokens), want)
     assert_close(model(tokens, model.new_state(3, 70)), want)
-    assert_close(feed(model, tokens, [1] * 70), want)
-    assert_close(feed(model, tokens, [5, 1, 7, 20, 37]), want)
-    assert_close(feed(model, tokens, [69, 1]), want)
+    assert_close(feed(model, tokens, [1] * 70, 3), want)
+    assert_close(feed(model, tokens, uneven(70), 3), want)
+    assert_close(feed(model, tokens, [69, 1], 3), want)
 
 
-def test_c02_chunks_5_1_7_20(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
+def test_c02_uneven_chunks(pair: tuple[torch.nn.Module, tbt.Decoder]) -> None:
     reference, model = pair
     tokens = random_tokens(1, 33)
-    assert_close(feed(model, tokens, [5, 1, 7, 20]), reference_logits(reference, tokens))
+    assert_close(feed(model, tokens, uneven(33), 3), reference_logits(reference, tokens))
 
 
 def test_c02_mask_is_aligned_bottom_right() -> None:
@@ -136,20 +132,20 @@ def test_wrong_variants_would_be_caught(
 
     monkeypatch.setattr("tokenbytoken.layers.attention.attend", bad)
     tokens = random_tokens(1, 33)
-    assert_differs(feed(model, tokens, [5, 1, 7, 20]), reference_logits(reference, tokens))
+    assert_differs(feed(model, tokens, uneven(33), 3), reference_logits(reference, tokens))
 
 
 # --- padding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [[38], [3, 35], [5, 1, 7, 25], [1] * 38])
+@pytest.mark.parametrize("chunks", [[38], [3, 35], uneven(38), [1] * 38])
 def test_c01_left_padded_rows_equal_their_solo_runs(
     chunks: list[int], pair: tuple[torch.nn.Module, tbt.Decoder]
 ) -> None:
     reference, model = pair
     short, long = random_tokens(1, 33, seed=1), random_tokens(1, 38, seed=2)
     batch = torch.cat([F.pad(short, (5, 0)), long])
-    got = feed(model, batch, chunks, padding=[5, 0])  # [3, …]: the first chunk of row 0 is all pads
+    got = feed(model, batch, chunks, 3, padding=[5, 0])  # [3, …]: the first chunk of row 0 is all pads
     assert torch.isfinite(got).all()
     assert_close(got[:1, 5:], reference_logits(reference, short))
     assert_close(got[1:], reference_logits(reference, long))
@@ -355,7 +351,7 @@ def test_float64_is_exact_to_1e_10(pair: tuple[torch.nn.Module, tbt.Decoder]) ->
     model = copy.deepcopy(pair[1]).double()
     tokens = random_tokens(2, 40)
     whole = model(tokens)
-    for chunks in ([1] * 40, [5, 1, 7, 27]):
+    for chunks in ([1] * 40, uneven(40)):
         assert (feed(model, tokens, chunks) - whole).abs().max() < 1e-10
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import T_DSV3, assert_close, caches_of, deepseek_v3, ours, random_tokens, reference_logits
-from fuzz import feed
+from families import T_DSV3, assert_close, caches_of, deepseek_v3, feed, in_form, ours, random_tokens, reference_logits
 
 import tokenbytoken as tbt
 from tokenbytoken.decoder import Pass
@@ -34,13 +33,6 @@ def toy(**changes: Any) -> tbt.Decoder:
     return model.eval().requires_grad_(False)
 
 
-def set_form(model: tbt.Decoder, form: Any) -> tbt.Decoder:
-    for mixer in model.mixers:
-        assert isinstance(mixer, LatentAttention)
-        mixer.form = form
-    return model
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, tbt.Decoder]:
     reference = deepseek_v3()
@@ -55,7 +47,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, tbt
 def test_absorbed_equals_expanded_to_1e_10_in_float64(chunks: list[int], padding: list[int] | None) -> None:  # C33
     model = toy().double()
     tokens = random_tokens(2, 24)
-    got = [feed(set_form(model, form), tokens, chunks, padding=padding) for form in ("absorbed", "expanded", "auto")]
+    got = [feed(in_form(model, form), tokens, chunks, padding=padding) for form in ("absorbed", "expanded", "auto")]
     for row, pads in enumerate(padding or [0, 0]):
         scale = got[1][row, pads:].abs().max()
         assert scale > 1
@@ -66,11 +58,11 @@ def test_absorbed_equals_expanded_to_1e_10_in_float64(chunks: list[int], padding
 def test_the_form_may_change_between_two_passes_over_one_state() -> None:
     model = toy().double()
     tokens = random_tokens(1, 24)
-    want = set_form(model, "expanded")(tokens)
+    want = in_form(model, "expanded")(tokens)
     state = model.new_state(1, 24)
     got = []
     for i, chunk in enumerate(tokens.split([7, 5, 6, 6], dim=1)):
-        got.append(set_form(model, ("expanded", "absorbed")[i % 2])(chunk, state))
+        got.append(in_form(model, ("expanded", "absorbed")[i % 2])(chunk, state))
     assert (torch.cat(got, 1) - want).abs().max() <= 1e-10 * want.abs().max()
 
 
@@ -80,15 +72,15 @@ def test_an_unknown_form_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="naive"):
         LatentAttention(config, 48, form="naive")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="naive"):
-        set_form(toy(), "naive")
+        in_form(toy(), "naive")
 
 
 def test_forms_agree_when_the_projection_is_stored_in_one_byte() -> None:
     model = tbt.quantize_model(toy(first_k_dense_replace=3), "e4m3", "block")
     assert isinstance(model.get_submodule("layers.0.mixer.kv_b_proj"), tbt.QuantizedLinear)
     tokens = random_tokens(1, 20)
-    want = set_form(model, "expanded")(tokens)
-    assert_close(feed(set_form(model, "absorbed"), tokens, [12, *[1] * 8]), want, 5e-5)
+    want = in_form(model, "expanded")(tokens)
+    assert_close(feed(in_form(model, "absorbed"), tokens, [12, *[1] * 8]), want, 5e-5)
 
 
 # --- what is cached --------------------------------------------------------------------------------------
@@ -171,7 +163,7 @@ def test_everything_stays_in_the_models_dtype() -> None:  # C44
     model = toy().to(torch.bfloat16)
     state = model.new_state(1, 12)
     for form in ("expanded", "absorbed"):
-        assert set_form(model, form)(random_tokens(1, 5), state).dtype == torch.bfloat16
+        assert in_form(model, form)(random_tokens(1, 5), state).dtype == torch.bfloat16
     assert {cache["latent"].dtype for cache in caches_of(state)} == {torch.bfloat16}
 
 
@@ -283,12 +275,12 @@ def test_absorbed_decoding_does_as_many_flops_for_each_cached_byte_as_the_book_s
 
 
 def test_results_do_not_depend_on_how_the_query_rows_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = set_form(toy().double(), "expanded")
+    model = in_form(toy().double(), "expanded")
     tokens = random_tokens(2, 50)
     want = model(tokens)
     monkeypatch.setattr("tokenbytoken.layers.attention.BLOCK_SCORES", 2 * 4 * 50 * 3)  # three rows at a time
     for form in ("expanded", "absorbed"):
-        got = set_form(model, form)(tokens)
+        got = in_form(model, form)(tokens)
         assert (got - want).abs().max() <= 1e-10 * want.abs().max()
 
 

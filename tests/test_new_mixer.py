@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import random_tokens
-from fuzz import cut, feed, fuzz
+from families import feed, random_tokens
+from fuzz import cut, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import assert_close, assert_differs, llama, random_tokens, reference_logits
-from fuzz import cut, feed, fuzz, left_padded, pair
+from families import assert_close, assert_differs, assert_rows_close, feed, llama, random_tokens, reference_logits
+from fuzz import cut, equals_however_fed, fuzz, left_padded, pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,11 +72,7 @@ def test_random_llamas_equal_transformers_however_they_are_fed(rope: str, data: 
     reference, model = pair(llama, data.draw(llamas(rope)), seed)
     batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(40, 90))
     tokens = random_tokens(batch, length, seed=seed)
-    want = reference_logits(reference, tokens)
-    assert want.abs().max() > 0.5  # real numbers, not noise around zero
-    assert_close(model(tokens), want, TOLERANCE)
-    assert_close(feed(model, tokens, [1] * length), want, TOLERANCE)
-    assert_close(feed(model, tokens, cut(data, length)), want, TOLERANCE)
+    equals_however_fed(reference, model, tokens, cut(data, length), TOLERANCE)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -90,8 +86,7 @@ def test_left_padded_rows_of_random_llamas_equal_their_solo_runs(rope: str, data
     want = [reference_logits(reference, row) for row in rows]
     chunks = [length - 5, 1, 1, 1, 1, 1]  # a prefill and steps, then any chunks
     for got in (feed(model, batch, sizes, padding=padding) for sizes in (chunks, cut(data, length))):
-        for i, pads in enumerate(padding):
-            assert_close(got[i : i + 1, pads:], want[i], TOLERANCE)
+        assert_rows_close(got, want, padding, TOLERANCE)
 
 
 @pytest.mark.parametrize("rope", ROPES)

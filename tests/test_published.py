@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tokenbytoken.config import AttentionConfig, DecoderConfig, LatentAttentionConfig, MambaConfig, MoEConfig
+from tokenbytoken.config import DecoderConfig, LatentAttentionConfig, MambaConfig
 from tokenbytoken.cost import count_parameters, state_bytes_per_token
 from tokenbytoken.models import AttentionShape, provenance, published
 
@@ -88,16 +88,6 @@ def test_deepseek_v3_equals_transformers_defaults() -> None:
         assert isinstance(other.mixer, LatentAttentionConfig)
         assert replace(mine.mixer, rope=other.mixer.rope) == other.mixer  # the default leaves YaRN out
     assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
-
-
-def test_c55_layer_schedule_of_jamba() -> None:
-    config = published["jamba-v0.1"]
-    assert isinstance(config, DecoderConfig)
-    attention = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, AttentionConfig)]
-    experts = [i for i, layer in enumerate(config.layers) if isinstance(layer.feed_forward, MoEConfig)]
-    assert attention == [4, 12, 20, 28]
-    assert experts == list(range(1, 32, 2))
-    assert sum(isinstance(layer.mixer, MambaConfig) for layer in config.layers) == 28
 
 
 @pytest.mark.parametrize(("hidden", "rank"), [(32, 2), (40, 3), (4096, 256)])
