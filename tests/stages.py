@@ -1,10 +1,11 @@
-"""The stages of `make test`, one after another, with the time of each.
+"""The stages of `make test`, with the time of each.
 
     python tests/stages.py               all stages
     python tests/stages.py lint rules    these only
 
-Later stages run after a failed one, so that one call shows everything that is wrong; the exit status is 0
-only if every stage passed.
+Those that keep one core busy come first, two at a time, and what one of them says comes in one piece when it ends;
+then those with two workers, one after another. All run, also after one that failed, so that one call shows everything
+that is wrong; the exit status is 0 only if every stage passed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,30 +54,64 @@ STAGES = (
             module("check_jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff"),
         ),
     ),
-    Stage("package", ((*PYTEST, "tests", "-n", "2", *(f"--ignore={path}" for path in APART)),), parallel=True),
-    Stage("nbval", ((*PYTEST, *NBVAL, "-n", "2", "--dist", "loadfile", "book"),), parallel=True),
-    Stage("rules", ((*PYTEST, "tests/test_notebooks.py"),)),
     Stage("book", ((PYTHON, "book/_tools/colab.py"), (PYTHON, "book/_tools/build.py"))),
+    Stage("rules", ((*PYTEST, "tests/test_notebooks.py"),)),
+    # Halves, so that what the tests of a file share is made on one worker; who is done takes from the other.
+    Stage(
+        "package",
+        ((*PYTEST, "tests", "-n", "2", "--dist", "worksteal", *(f"--ignore={path}" for path in APART)),),
+        parallel=True,
+    ),
+    Stage("nbval", ((*PYTEST, *NBVAL, "-n", "2", "--dist", "loadfile", "book"),), parallel=True),
     # A browser for each worker; the pages differ tenfold in size, and so the worker that is done takes from the other.
     Stage("browser", ((*PYTEST, "tests/test_site.py", "-n", "2", "--dist", "worksteal"),), parallel=True),
-    Stage("colab", ((*PYTEST, "tests/test_colab.py"),)),
+    Stage("colab", ((*PYTEST, "tests/test_colab.py", "-n", "2", "--dist", "worksteal"),), parallel=True),
 )
 
 
-def run(command: tuple[str, ...], environment: dict[str, str], counts: dict[str, int]) -> bool:
-    """Run, show the output as it comes, add pytest's closing counts; True if it succeeded."""
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    seconds: float
+    passed: bool
+    counts: Counter[str]
+
+
+def run(command: tuple[str, ...], environment: dict[str, str], say: Callable[[str], None]) -> tuple[bool, Counter[str]]:
+    """Run and hand on the output as it comes; whether it succeeded, and pytest's closing counts."""
     last = ""
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
+            say(line)
             if "pytest" in command and COUNT.search(line) and " in " in line:
                 last = line
+    counts: Counter[str] = Counter()
     for number, word in COUNT.findall(last):
         counts[word.rstrip("s") if word.startswith("error") else word] += int(number)
-    return process.returncode == 0
+    return process.returncode == 0, counts
+
+
+def perform(stage: Stage, alone: bool) -> Outcome:
+    """All commands, after a failed one too; what they say is shown as it comes, or at the end if not alone."""
+    held: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, end="", flush=True) if alone else held.append(text)
+
+    say(f"\n== {stage.name}\n")
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    if stage.parallel or not alone:
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    results = [run(command, environment, say) for command in stage.commands]
+    seconds = time.perf_counter() - started
+    print("".join(held), end="", flush=True)
+    return Outcome(
+        stage.name, seconds, all(passed for passed, _ in results), sum((found for _, found in results), Counter())
+    )
 
 
 def main() -> int:
@@ -81,26 +119,20 @@ def main() -> int:
     if unknown := set(wanted) - {stage.name for stage in STAGES}:
         print(f"no such stage: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    counts = dict.fromkeys(("passed", "failed", "error", "skipped", "xfailed"), 0)
-    times: list[tuple[str, float, bool]] = []
-    for stage in STAGES:
-        if stage.name not in wanted:
-            continue
-        print(f"\n== {stage.name}", flush=True)
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        if stage.parallel:
-            environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        started = time.perf_counter()
-        results = [run(command, environment, counts) for command in stage.commands]  # all, after a failure too
-        times.append((stage.name, time.perf_counter() - started, all(results)))
+    chosen = [stage for stage in STAGES if stage.name in wanted]
+    single = [stage for stage in chosen if not stage.parallel]
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(lambda stage: perform(stage, alone=len(single) == 1), single))
+    outcomes += [perform(stage, alone=True) for stage in chosen if stage.parallel]
 
     print("\nstage          time")
-    for name, seconds, passed in times:
-        print(f"{name:<10} {seconds:6.0f} s   {'' if passed else 'FAILED'}".rstrip())
-    print(f"{'together':<10} {sum(seconds for _, seconds, _ in times):6.0f} s\n")
-    failed = counts["failed"] + counts["error"]
-    print(f"tests: {counts['passed']} passed, {failed} failed, {counts['skipped']} skipped")
-    return 0 if all(passed for _, _, passed in times) else 1
+    for outcome in outcomes:
+        print(f"{outcome.name:<10} {outcome.seconds:6.0f} s   {'' if outcome.passed else 'FAILED'}".rstrip())
+    print(f"{'together':<10} {time.perf_counter() - started:6.0f} s\n")
+    counts = sum((outcome.counts for outcome in outcomes), Counter())
+    print(f"tests: {counts['passed']} passed, {counts['failed'] + counts['error']} failed, {counts['skipped']} skipped")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

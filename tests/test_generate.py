@@ -250,11 +250,11 @@ def test_the_host_reads_a_gpu_once_a_pass(
     monkeypatch.setattr(generation, "generators_of", lambda seed, count, device: [None] * count)
     with fake_gpu(monkeypatch):
         model = tbt.Decoder(config).requires_grad_(False)
-        got = tbt.generate(model, [[1, 2, 3]] * 4, 6, state=state_on(model, 4, 9, padded), **settings)
+        got = tbt.generate(model, [[1, 2, 3]] * 4, 3, state=state_on(model, 4, 6, padded), **settings)
         with pytest.raises(READS):  # a caller's tokens are read, to check them
             model(torch.tensor([[1, 2], [3, 4]]))
-    assert got == [[5] * 6] * 4
-    assert reads == [(4,)] * 6
+    assert got == [[5] * 3] * 4
+    assert reads == [(4,)] * 3
 
 
 def test_limits_of_a_given_state(pair: tuple[Any, tbt.Decoder]) -> None:

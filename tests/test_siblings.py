@@ -70,8 +70,9 @@ def test_the_experts_are_balanced_by_a_bias_that_moved() -> None:
     loads = [torch.zeros(12) for _ in routers]
     for router, load in zip(routers, loads, strict=True):
         router.register_forward_hook(partial(siblings.count_choices, load))
-    for window in text.split(256):
-        model(window[None], logits="none")
+    whole = len(text) // 256 * 256
+    for windows in (text[:whole].view(-1, 256), text[None, whole:]):
+        model(windows, logits="none")
     for router, load in zip(routers, loads, strict=True):
         assert load.sum() == 3 * len(text)
         assert (load > 0).all()  # no expert died
@@ -114,11 +115,12 @@ def test_the_recorded_perplexity_is_that_of_the_weights(name: str) -> None:
     """Computed another way here: with a state, in chunks, from the logits' own log-softmax."""
     model, text = tbt.load(f"sibling-{name}"), siblings.passage()
     nats: list[float] = []
-    for start in range(0, len(text) - 1, 256):
-        window = torch.tensor(text[start : start + 257].tolist())
-        state = model.new_state(1, 256)
-        logits = torch.cat([model(chunk[None], state)[0] for chunk in window[:-1].split(100)])
-        nats += (-logits.double().log_softmax(-1).gather(1, window[1:, None]))[:, 0].tolist()
+    tokens, whole = torch.tensor(text.tolist()), (len(text) - 1) // 256 * 256
+    for read, said in ((tokens[:whole], tokens[1 : whole + 1]), (tokens[whole:-1], tokens[whole + 1 :])):
+        windows = read.view(-1, min(256, len(read)))  # all that are whole together, then the rest
+        state = model.new_state(*windows.shape)
+        logits = torch.cat([model(chunk, state) for chunk in windows.split(100, dim=1)], dim=1).flatten(0, 1)
+        nats += (-logits.double().log_softmax(-1).gather(1, said[:, None]))[:, 0].tolist()
     assert len(nats) == len(text) - 1
     recorded = RECORD["runs"][f"{name}/0"]["passage_perplexity"]
     assert math.exp(statistics.fmean(nats)) == pytest.approx(recorded, rel=1e-4)
@@ -146,7 +148,8 @@ def test_the_passage_is_in_no_training_text() -> None:
     seen, passage = train.tobytes() + held.tobytes(), siblings.passage().tobytes()
     for start in range(0, len(passage) - 60, 150):
         assert passage[start : start + 60] not in seen
-    assert not any(held.tobytes()[start : start + 200] in train.tobytes() for start in range(0, len(held) - 200, 5000))
+    trained, kept = train.tobytes(), held.tobytes()
+    assert not any(kept[start : start + 200] in trained for start in range(0, len(kept) - 200, 5000))
 
 
 def test_every_architecture_sees_the_same_bytes() -> None:
