@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import execute
 import nbformat
 import pytest
 import recorded
+from jupyter_client.manager import KernelManager, start_new_kernel
+from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from nbval.plugin import get_sanitize_patterns
@@ -20,6 +25,31 @@ ROOT = Path(__file__).resolve().parents[1]
 CLOCK = "from pathlib import Path\nn = int(Path('n').read_text()) + 1\n_ = Path('n').write_text(str(n))"
 READING = "print(f'12 heads took ⟨{n} ms⟩')"
 PICTURE = "from IPython.display import display\nprint('a curve')\ndisplay({'image/png': f'AAA{n}'}, raw=True)"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    manager, client = start_new_kernel(kernel_name="python3")
+    client.stop_channels()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(autouse=True)
+def one_kernel(kernel: KernelManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run in the same process, emptied before it and sent to its folder: a kernel takes a second to start."""
+
+    class Runner(NotebookClient):
+        def execute(self, **options: Any) -> NotebookNode:
+            folder = self.resources["metadata"]["path"]
+            self.nb.cells.insert(0, new_code_cell(f"%reset -f\n%cd -q {folder}"))
+            super().execute(**options)
+            self.nb.cells.pop(0)
+            assert self.kc is not None
+            self.kc.stop_channels()
+            return self.nb
+
+    monkeypatch.setattr(execute, "NotebookClient", functools.partial(Runner, km=kernel))
 
 
 def laid(folder: Path, *sources: str) -> Path:
