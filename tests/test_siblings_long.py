@@ -158,7 +158,7 @@ def test_an_epoch_sees_each_byte_once_and_seeds_differ() -> None:
 
 @pytest.mark.parametrize("name", ["mla-moe", "hybrid"])
 def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    data, path = TEXT[:1200], tmp_path / "run.pt"
+    data, path = TEXT[:900], tmp_path / "run.pt"
     whole = long.Training(name, 0, data, TINY)
     want = whole.run(tmp_path / "other.pt", every=math.inf).state_dict()
     for after in (3, 8):  # stopped twice, each time in a process that knows nothing of the one before
@@ -167,7 +167,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(name: str, tmp_path: 
             long.Training(name, 0, data, TINY).run(path, every=math.inf, stop=stop)
     again = long.Training(name, 0, data, TINY)
     got = again.run(path, every=math.inf).state_dict()
-    assert whole.step == again.step == long.steps(1200, TINY) > 11
+    assert whole.step == again.step == long.steps(900, TINY) > 11
     assert all(torch.equal(got[key], want[key]) for key in want)
     assert again.curve == whole.curve
     assert again.curve[-1][1] < again.curve[0][1]
@@ -236,7 +236,10 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 @pytest.mark.slow
-def test_quick_runs_are_recorded_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_runs_are_recorded_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "texts", lambda: (TEXT[:8192], TEXT[8192:16384]))  # the corpus takes ten seconds
     quick = ["--quick", "--folder", str(tmp_path), "--seeds", "0", "--names", "mqa"]
     long.main(quick)
     record = json.loads((tmp_path / "siblings_long.json").read_text(encoding="utf-8"))
