@@ -310,11 +310,12 @@ def rerun(path: Path, seed: int, scale: float = SCALE, timeout: float = 600) -> 
 
 
 def lines_of(outputs: list[NotebookNode]) -> list[str]:
-    """What is compared, line by line; an error with its words."""
+    """What is compared, line by line; an error with its words. Files hold the forms of a value in the alphabet's order,
+    a kernel sends them in its own."""
     import recorded
 
     errors = [f"{output.ename}: {output.evalue}" for output in outputs if output.output_type == "error"]
-    texts = [text for parts in recorded.outline(outputs) for text in parts.values()]
+    texts = [text for parts in recorded.outline(outputs) for _, text in sorted(parts.items())]
     return [line for text in (*texts, *errors) for line in text.splitlines()]
 
 

@@ -36,6 +36,8 @@ CELLS = {
     "try:\n    assert float((a @ b)[0, 0]) > 1e9\nexcept AssertionError:\n    print('caught')": "",
     "print(f'{float(exact[0, 0]):.12f}', (a @ b).argmax().item())": "",
     "with torch.inference_mode():\n    print(f'{float(torch.nn.functional.linear(a, b).sum()):.6f}')": "changed",
+    "tbt.table([('one', float((a @ b)[0, 0]))], {'': '', 'product': '.1f'})": "",
+    "tbt.table([('one', float((a @ b)[0, 0]))], {'': '', 'product': '.8f'})": "changed",
     "print(torch.randn(1, generator=torch.Generator().manual_seed(7)), torch.manual_seed(3) and torch.rand(2))": "",
 }
 
