@@ -1,25 +1,25 @@
-"""Time SmolLM2's passes three ways, in turn: this package, transformers, and the model's products alone.
+"""This package beside transformers, llama.cpp and the machine's own limit, in interleaved runs.
 
-    python -m benchmarks            everything (about three minutes on two cores)
+    python -m benchmarks            everything (about six minutes on two cores)
 
-Times are medians of interleaved runs on one machine; what can be compared between machines are the ratios.
-*Products alone* pushes the same number of rows through every weight matrix of the model and does nothing else:
-no pass that uses these weights can be faster on this machine. Logits are first shown equal. The other architectures
-follow on random weights, beside transformers alone.
+Each line is one kind of work; the ways to do it run in turn, and their results are first shown equal. What can be
+compared between machines are the ratios. *Products alone* pushes the same rows through every weight matrix that the
+pass needs and does nothing else: no pass that uses these weights can be faster on this machine. llama.cpp takes part
+where its wheel is installed (pip install --no-deps xllamacpp). With TBT_RECORD=1 the lines are kept as a record.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import tokenbytoken as tbt
-from benchmarks import architectures
-from tokenbytoken.measure import busy, device, interleaved, machine
+from benchmarks import architectures, packed
+from benchmarks.lines import Line, Ways, line, products
+from tokenbytoken.measure import busy, device, machine, record
 
 SOURCE = "smollm2-135m"
 
@@ -35,21 +35,7 @@ def reference(where: torch.device) -> Any:
     return model.eval().to(where)
 
 
-def products(model: tbt.Decoder, rows: int) -> Callable[[], object]:
-    """A call that pushes ``rows`` rows through each matrix of the layers, and one row a sequence through the head."""
-    weights = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("embed", "head"))]
-    inputs = {w.shape[1]: torch.ones(rows, w.shape[1], device=w.device) for w in weights}
-    last = torch.ones(1, model.config.hidden_size, device=weights[0].device)
-
-    def run() -> None:
-        for w in weights:
-            F.linear(inputs[w.shape[1]], w)
-        F.linear(last, model.head.weight)
-
-    return run
-
-
-def passes(model: tbt.Decoder, theirs: Any, batch: int, context: int, new: int) -> dict[str, Callable[[], object]]:
+def passes(model: tbt.Decoder, theirs: Any, batch: int, context: int, new: int) -> Ways:
     """The same pass three ways: ``new`` tokens for each of ``batch`` sequences that hold ``context``."""
     from transformers import DynamicCache
 
@@ -72,10 +58,34 @@ def passes(model: tbt.Decoder, theirs: Any, batch: int, context: int, new: int) 
             cache.crop(-held)
         return theirs(input_ids=tokens[:, context:], cache=cache, use_cache=True, logits_to_keep=1).logits
 
-    error = (ours() - other()).abs().max() / ours().abs().max()
-    if not error <= 1e-5:
-        raise SystemExit(f"the logits differ by {error:.1e} of their scale: nothing is timed")
-    return {"this package": ours, "transformers": other, "products alone": products(model, batch * new)}
+    ways = architectures.equal(ours, other, tolerance=1e-5)
+    return {**ways, "products alone": products(model, batch * new, batch)}
+
+
+def dense(where: torch.device) -> Iterator[Line]:
+    model, theirs = tbt.load(SOURCE, device=where), reference(where)
+    for work, batch, context, new in (
+        ("decode, 1 sequence of 16", 1, 16, 1),
+        ("decode, 1 sequence of 1,024", 1, 1024, 1),
+        ("decode, 8 sequences of 256", 8, 256, 1),
+        ("prefill of 512", 1, 0, 512),
+        ("chunk of 64 on 1,024", 1, 1024, 64),
+    ):
+        yield line("SmolLM2", work, passes(model, theirs, batch, context, new), where, repeats=9)
+
+
+def others(where: torch.device) -> Iterator[Line]:
+    for name, fields in architectures.SHAPES.items():
+        ours, theirs = architectures.pair(fields, where)
+        long = {"decode, 1 sequence of 4,000": 4000} if name.startswith("latent") else {}
+        for work, context in {"decode, 1 sequence of 256": 256, **long}.items():
+            repeats = 15 if context == 256 else 5
+            ways = architectures.decode(ours, theirs, context, steps=repeats + 4)
+            ways["products alone"] = products(ours, 1, 1)
+            yield line(name, work, ways, where, repeats=repeats)
+        for length in (256, 2048) if name == "Mamba" else (256,):
+            ways = architectures.prefill(ours, theirs, length)
+            yield line(name, f"prefill of {length:,}", ways, where, repeats=3 if length > 256 else 7)
 
 
 @torch.inference_mode()
@@ -84,28 +94,13 @@ def main() -> int:
     print(machine())
     if disturbed := busy():
         print(disturbed)
-    model, theirs = tbt.load(SOURCE, device=where), reference(where)
-    print(f"\n{'pass':34}{'this package':>14}{'÷ transformers':>16}{'÷ products alone':>18}")
-    for label, batch, context, new in (
-        ("decode, 1 sequence of 16", 1, 16, 1),
-        ("decode, 1 sequence of 1,024", 1, 1024, 1),
-        ("decode, 8 sequences of 256", 8, 256, 1),
-        ("prefill of 512", 1, 0, 512),
-        ("chunk of 64 on 1,024", 1, 1024, 64),
-    ):
-        times = interleaved(passes(model, theirs, batch, context, new), repeats=9, warmup=2, device=where)
-        mine, other, limit = (times[name].median for name in ("this package", "transformers", "products alone"))
-        print(f"{label:34}{1e3 * mine:11.1f} ms{mine / other:16.2f}{mine / limit:18.2f}", flush=True)
-    for name, fields in architectures.SHAPES.items():
-        print(f"\n{name}")
-        ours, other_model = architectures.pair(fields, where)
-        for label, ways in (
-            ("prefill of 256", architectures.prefill(ours, other_model, 256)),
-            ("decode, 1 sequence of 256", architectures.decode(ours, other_model, 256, steps=16)),
-        ):
-            times = interleaved(ways, repeats=9, warmup=2, device=where)
-            mine, other = (times[way].median for way in ("this package", "transformers"))
-            print(f"{label:34}{1e3 * mine:11.1f} ms{mine / other:16.2f}", flush=True)
+    sources: list[Callable[[torch.device], Iterator[Line]]] = [packed.lines, dense, others]
+    lines = []
+    for source in sources:
+        for found in source(where):
+            lines.append(found)
+            print("\n" + str(found), flush=True)
+    record("benchmarks", {"lines": [found.as_data() for found in lines]}, command="TBT_RECORD=1 make bench")
     return 0
 
 

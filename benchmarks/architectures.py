@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 import tokenbytoken as tbt
+from benchmarks.lines import OURS, Ways
 
-__all__ = ["SHAPES", "decode", "pair", "prefill"]
-
-Passes = dict[str, Callable[[], torch.Tensor]]
+__all__ = ["SHAPES", "decode", "equal", "pair", "prefill"]
 
 COMMON = {"vocab_size": 4096, "tie_word_embeddings": True, "pad_token_id": None}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -57,15 +56,16 @@ def pair(fields: dict[str, Any], where: torch.device) -> tuple[tbt.Decoder, Any]
         return tbt.load(folder, device=where), theirs.eval().to(where)
 
 
-def equal(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor]) -> Passes:
+def equal(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor], tolerance: float = 1e-4) -> Ways:
+    """Both, once their logits have been found equal. Raises SystemExit when they differ."""
     a, b = ours(), theirs()
     error = (a - b).abs().max() / a.abs().max()
-    if not error <= 1e-4:
+    if not error <= tolerance:
         raise SystemExit(f"the logits differ by {error:.1e} of their scale: nothing is timed")
-    return {"this package": ours, "transformers": theirs}
+    return {OURS: ours, "transformers": theirs}
 
 
-def prefill(model: tbt.Decoder, theirs: Any, length: int) -> Passes:
+def prefill(model: tbt.Decoder, theirs: Any, length: int) -> Ways:
     """A prompt into an empty state, the last row of logits out."""
     tokens = prompt(model, length)
 
@@ -78,7 +78,7 @@ def prefill(model: tbt.Decoder, theirs: Any, length: int) -> Passes:
     return equal(ours, other)
 
 
-def decode(model: tbt.Decoder, theirs: Any, context: int, steps: int) -> Passes:
+def decode(model: tbt.Decoder, theirs: Any, context: int, steps: int) -> Ways:
     """One more token after ``context``; at most ``steps`` times."""
     tokens = prompt(model, context + steps)
     state = model.new_state(1, context + steps)

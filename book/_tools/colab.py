@@ -88,9 +88,7 @@ def read_citations(path: Path) -> dict[str, Citation]:
     found = {}
     for key, entry in parse_file(str(path), bib_format="bibtex").entries.items():
         people = entry.persons.get("author") or entry.persons.get("editor") or []
-        names = [
-            " ".join(part.render(plain) for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people
-        ]
+        names = [" ".join(part.render(plain) for part in [*p.rich_prelast_names, *p.rich_last_names]) for p in people]
         authors = " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
         fields = entry.fields
         url = fields.get("url", "")

@@ -12,10 +12,11 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -196,11 +197,16 @@ def ledger_table() -> str:
 # --- the table of reference runs ---------------------------------------------------------------------------
 
 
+BESIDE = (
+    "One interleaved run of `make bench`. Above 1 this package is the faster one; *products alone* pushes the same "
+    "rows through the same weights and does nothing else, which no pass can beat."
+)
+
+
 def measurements() -> str:
     """Every record under book/measurements, with where, when and how it was made; then the chapters' run times."""
     folder = BOOK / "measurements"
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    times = {record["name"]: record for record in records}.get("run_times")
     lines = ["| run | device | software | date | made by |", "|---|---|---|---|---|"]
     for run in records:
         device = f"{run['cpu']}, {run['threads']} threads" if run["device"] == "cpu" else run["device"]
@@ -208,12 +214,27 @@ def measurements() -> str:
         device += ", busy" if run["busy"] else ""
         software = f"torch {run['torch']}, Python {run['python']}" + (f", CUDA {run['cuda']}" if run["cuda"] else "")
         lines.append(f"| {run['name']} | {device} | {software} | {run['date']} | `{run['command']}` |")
+    by_name = {record["name"]: record for record in records}
+    if bench := by_name.get("benchmarks"):
+        lines += ["", "## Beside others", ""]
+        lines += [BESIDE, ""]
+        lines += ["| model | work | this package | a call | beside | × its speed |", "|---|---|---|--:|---|--:|"]
+        lines += beside(bench["payload"]["lines"])
     lines += ["", "## Run time of each chapter", ""]
-    if times:
+    if times := by_name.get("run_times"):
         lines += [f"Top to bottom, kernel start included, on {times['cpu']}, {times['threads']} threads.", ""]
         lines += ["| chapter | seconds |", "|---|--:|"]
         lines += [f"| {name} | {seconds:.0f} |" for name, seconds in sorted(times["payload"]["seconds"].items())]
     return "\n".join(lines) + "\n"
+
+
+def beside(compared: list[dict[str, Any]]) -> Iterator[str]:
+    """A row for each way that a line of the benchmarks was compared with."""
+    for line in compared:
+        (own, mine), *others = line["seconds"].items()
+        for way, seconds in others:
+            start = f"| {line['model']} | {line['work']} | {'' if own == 'this package' else own} "
+            yield f"{start}| {1e3 * mine:.1f} ms | {way} | {seconds / mine:.2f} |"
 
 
 def svg(fig: Figure) -> str:
