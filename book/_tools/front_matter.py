@@ -19,6 +19,7 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
+import nbformat
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -194,7 +195,24 @@ def ledger_table() -> str:
     return f"```text\n{tbt.ledger()}\n```\n"
 
 
-# --- the table of reference runs ---------------------------------------------------------------------------
+# --- the report's claims in Korean, and the table of reference runs --------------------------------------------
+
+
+KOREAN = {"holds": "맞음", "holds if": "조건부", "wrong": "틀림", "unclear": "불분명", "opinion": "의견"}
+
+
+def verdicts_ko() -> str:
+    """Chapter 18's verdicts in Korean, with the figures that the chapter computed (its stored output)."""
+    claims = json.loads((BOOK / "data" / "claims.json").read_text(encoding="utf-8"))
+    cells = nbformat.read(BOOK / "18_reality_check.ipynb", as_version=4).cells
+    (cell,) = (cell for cell in cells if "figures[n] for n" in cell.source and cell.cell_type == "code")
+    figures = json.loads(cell.outputs[0].text)
+    lines = ["| | 보고서 | 판정 | 까닭 |", "|--:|---|---|---|"]
+    for claim in claims:
+        quote = claim["ko"].replace("$", "").replace("|", "\\|")
+        why = claim["why_ko"].format(**figures[str(claim["n"])])
+        lines.append(f"| {claim['n']} | {quote} | {KOREAN[claim['verdict']]} | {why} |")
+    return "\n".join(lines) + "\n"
 
 
 BESIDE = (
@@ -258,6 +276,7 @@ FILES = {
     "_generated/full_size.md": full_size,
     "_generated/ledger.md": ledger_table,
     "_generated/measurements.md": measurements,
+    "_generated/verdicts_ko.md": verdicts_ko,
 }
 
 
