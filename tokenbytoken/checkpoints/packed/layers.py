@@ -121,7 +121,7 @@ def rows_of_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ValueError for a weight that holds NaN or infinity.
     """
-    largest = weight.abs().amax(dim=-1)
+    largest = torch.maximum(weight.amax(dim=-1), -weight.amin(dim=-1))  # faster than of magnitudes
     if not bool(largest.isfinite().all()):
         raise ValueError("the weight holds NaN or infinity: it has no scale")
     scales = (largest / 127).to(torch.bfloat16)
