@@ -46,7 +46,7 @@ def field_value(reader: gguf.GGUFReader, key: str, default: Any = ...) -> Any:
         return default
     try:
         if [kind.name for kind in field.types] == ["ARRAY", "STRING"]:  # as the library does, in a third of the time
-            return [str(field.parts[i], "utf-8") for i in field.data]
+            return [str(field.parts[i].tobytes(), "utf-8") for i in field.data]
         return field.contents()
     except UnicodeDecodeError:
         raise ValueError(f"GGUF field {key} is not valid UTF-8") from None
