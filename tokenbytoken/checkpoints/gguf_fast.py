@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from struct import Struct
+from struct import error as StructError
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["FOUR_BITS", "expand", "four_bit_blocks", "gguf_reader"]
 
 
+_opening = Lock()
+
+
 def gguf_reader(path: Path) -> gguf.GGUFReader:
     """The fields and tensors of a GGUF file, mapped and not yet expanded; ValueError if it is none."""
     path = Path(path).resolve()
     status = path.stat()
-    return _gguf_reader(path, status.st_mtime_ns, status.st_size)  # a file that was replaced is read anew
+    with _opening:  # model and tokenizer may be loaded side by side: they share one reader
+        return _gguf_reader(path, status.st_mtime_ns, status.st_size)  # a file that was replaced is read anew
 
 
 @lru_cache(maxsize=2)
@@ -51,13 +58,16 @@ def _gguf_reader(path: Path, modified: int, size: int) -> gguf.GGUFReader:
             parts: list[Any] = [kind, count]
             offset = first
             raw = memoryview(self.data)  # type: ignore[arg-type]  # numpy's arrays are buffers
-            order: Any = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
-            for _ in range(count[0]):
-                start = offset + 8
-                offset = start + int.from_bytes(raw[offset:start], order)
-                if offset > len(raw):
-                    raise ValueError(f"an array of {count[0]} strings runs past the end of the file")
-                parts.append(raw[start:offset])
+            size = Struct("<Q" if self.endianess == gguf.GGUFEndian.LITTLE else ">Q").unpack_from
+            try:
+                for _ in range(count[0]):
+                    start = offset + 8
+                    offset = start + size(raw, offset)[0]
+                    parts.append(raw[start:offset])
+            except StructError:
+                offset = len(raw) + 1
+            if offset > len(raw):
+                raise ValueError(f"an array of {count[0]} strings runs past the end of the file")
             return offset - orig_offs, parts, list(range(2, len(parts))), types
 
     try:
@@ -106,17 +116,25 @@ def expand(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
 FOUR_BITS = ("Q4_0", "Q4_1")
 
 
-def four_bit_blocks(data: np.ndarray, kind: gguf.GGMLQuantizationType, rows: int) -> Blocks:
+def four_bit_blocks(
+    data: np.ndarray, kind: gguf.GGMLQuantizationType, rows: int, codes: Tensor | None = None
+) -> Blocks:
     """A matrix of ``rows`` rows as it is stored, in one of :data:`FOUR_BITS`.
 
-    Q4_0 is Q4_1 without a minimum of its own: x = d (q − 8).
+    The codes are put into ``codes`` (…, in) of any integers, if that is given. Q4_0 is Q4_1 without a minimum of its
+    own: x = d (q − 8).
     """
     from gguf import GGML_QUANT_SIZES
 
     _, nbytes = GGML_QUANT_SIZES[kind]
     head = nbytes - 16
     raw = torch.from_numpy(data.reshape(-1, nbytes).copy())
-    codes = torch.cat((raw[:, head:] & 15, raw[:, head:] >> 4), dim=1).view(rows, -1)
+    if codes is None:
+        codes = torch.empty(rows, len(raw) * 32 // rows, dtype=torch.uint8)
+    pairs = raw[:, head:].to(codes.dtype).unflatten(0, (*codes.shape[:-1], -1))
+    low, high = codes.unflatten(-1, (-1, 2, 16)).unbind(-2)
+    torch.bitwise_and(pairs, 15, out=low)
+    torch.bitwise_right_shift(pairs, 4, out=high)
     factors = raw[:, :head].contiguous().view(torch.float16).float()
     d = factors[:, 0].view(rows, -1)
     return Blocks(codes, d, factors[:, 1].view(rows, -1) if head == 4 else -8 * d)

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 class Blocks(NamedTuple):
     """A matrix in blocks of 32 numbers of a row, x = scale × code + minimum.
 
-    ``codes`` (out, in) uint8 are 0 … 15; ``scales`` and ``minima`` (out, in / 32) float32.
+    ``codes`` (out, in), integers, are 0 … 15; ``scales`` and ``minima`` (out, in / 32) float32.
     """
 
     codes: Tensor
@@ -43,12 +43,13 @@ class Blocks(NamedTuple):
 class Stored(NamedTuple):
     """A tensor of a checkpoint that is not read yet: its shape, and how to read all of it or a part.
 
-    ``blocks`` reads a matrix that is stored in four bits as it is stored; None for any other tensor.
+    ``blocks`` reads a matrix that is stored in four bits as it is stored, its codes into the tensor that it is given,
+    or into a new one of bytes for None; it is None itself for any other tensor.
     """
 
     shape: tuple[int, ...]
     read: Callable[[Part | None], Tensor]
-    blocks: Callable[[], Blocks] | None = None
+    blocks: Callable[[Tensor | None], Blocks] | None = None
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -6,8 +6,11 @@ Under torchrun, with ``--tensor-parallel``, the ranks share the model and rank 0
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,22 +48,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", action="store_true", help="share the model among the ranks of torchrun")
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without garbage collection, which finds nothing while libraries are imported and takes a quarter of that time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Generate and print. Raises ValueError for bad input; under torchrun rank 0 prints it, and all ranks return 2."""
-    import torch  # here, so that the commands that need no torch start without
-
-    dtype = getattr(torch, arguments.dtype)
     if not arguments.tensor_parallel:
-        from ..checkpoints import load
-
         if not arguments.prompt:
             raise ValueError(EMPTY)
-        weights, why = _weights(arguments)
-        text = _prepared(arguments, lambda: load(arguments.source, dtype, arguments.device, weights=weights))
+        with _nothing_collected():
+            import torch  # here, so that the commands that need no torch start without
+
+            from ..checkpoints import load
+
+            dtype = getattr(torch, arguments.dtype)
+            weights, why = _weights(arguments)
+            text = _prepared(arguments, lambda: load(arguments.source, dtype, arguments.device, weights=weights))
         _write(arguments, text, f"; weights {arguments.dtype if weights == 'float' else weights}{why}")
         return 0
     if arguments.weights == "packed":
         raise ValueError("packed weights are not shared among ranks: leave out --weights packed or --tensor-parallel")
+    import torch
+
+    dtype = getattr(torch, arguments.dtype)
     from ..run.parallel import RankLost, load_parallel, ranks
 
     try:
@@ -126,8 +145,10 @@ def _prepared(arguments: argparse.Namespace, load_model: Callable[[], Decoder]) 
     prompt = arguments.prompt
     if not prompt:
         raise ValueError(EMPTY)
-    model = load_model()
-    tokenizer = load_tokenizer(arguments.source)
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(load_tokenizer, arguments.source)  # Python's work, while the model is torch's
+        model = load_model()
+        tokenizer = reading.result()
     if arguments.chat:
         prompt = tokenizer.chat([{"role": "user", "content": prompt}])
     ids = tokenizer.encode(prompt)

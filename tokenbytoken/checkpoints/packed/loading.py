@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...decoder import Decoder
 from ...layers.attention import Attention
 from ...layers.feed_forward import Experts, SwiGLU
 from ...layers.norm import RMSNorm
-from ..tensors import Blocks, Stored, fill, match, usable_dtype
+from ..tensors import Blocks, Part, Stored, fill, match, usable_dtype
 from .kernels import has_kernel
 from .layers import (
     EightBitEmbedding,
@@ -36,6 +36,7 @@ class _Packer:
 
     def __init__(self, readers: dict[str, Stored], dtype: torch.dtype, device: torch.device) -> None:
         self.readers, self.dtype, self.device = readers, dtype, device
+        self._codes = torch.empty(0, dtype=torch.int32)
 
     def four(self, *names: str) -> FourBitLinear | None:
         """The weights of these names, one under the other, in four bits; None if one is not or does not fit."""
@@ -47,12 +48,36 @@ class _Packer:
             if not has_kernel(4, stored.shape, self.device):
                 return None
             read.append(stored.blocks)
-        for name in names:
-            del self.readers[f"{name}.weight"]
-        parts = zip(*(blocks() for blocks in read), strict=True)
-        return FourBitLinear(Blocks(*(torch.cat(part).to(self.device) for part in parts)))
+        shapes = [self.readers.pop(f"{name}.weight").shape for name in names]
+        codes = self._room(sum(rows for rows, _ in shapes), shapes[0][1])
+        parts = codes.split([rows for rows, _ in shapes])
+        held = [blocks(part) for blocks, part in zip(read, parts, strict=True)]
+        scales, minima = (torch.cat(part).to(self.device) for part in zip(*(each[1:] for each in held), strict=True))
+        return FourBitLinear(Blocks(codes.to(self.device), scales, minima))
 
-    def eight(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _room(self, rows: int, columns: int) -> Tensor:
+        """Room for codes, the same for every matrix: new memory for each would take longer than packing it."""
+        if self._codes.numel() < rows * columns:
+            self._codes = torch.empty(rows * columns, dtype=torch.int32)
+        return self._codes[: rows * columns].view(rows, columns)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The same for a table with a row for each token, which is never expanded as a whole."""
+        stored = self.readers.get(name)
+        if stored is None or not has_kernel(8, stored.shape, self.device):
+            return None
+        del self.readers[name]
+        rows, columns = stored.shape
+        values = torch.empty(rows, columns, dtype=torch.int8, device=self.device)
+        scales = torch.empty(rows, dtype=torch.bfloat16, device=self.device)
+        step = max(1, 2**16 // columns)
+        for start in range(0, rows, step):
+            part = Part(0, start, min(start + step, rows))
+            some = rows_of_eight_bits(stored.read(part).to(self.device, torch.float32))
+            part.of(values)[:], part.of(scales)[:] = some
+        return values, scales
+
+    def eight(self, name: str) -> tuple[Tensor, Tensor] | None:
         """The tensor of this name in rows of eight bits; None if it does not fit."""
         stored = self.readers.get(name)
         if stored is None or not has_kernel(8, stored.shape, self.device):
@@ -86,11 +111,11 @@ def fill_packed(
         _four_bits(model, packer)
     else:
         _eight_bits(model, packer)
-    if (table := packer.eight("embed.weight")) is not None:
+    if (table := packer.table("embed.weight")) is not None:
         model.set_submodule("embed", EightBitEmbedding(*table, dtype))
         if tied:
             model.set_submodule("head", EightBitLinear(*table))
-    if not tied and (rows := packer.eight("head.weight")) is not None:
+    if not tied and (rows := packer.table("head.weight")) is not None:
         model.set_submodule("head", EightBitLinear(*rows))
     return fill(model, readers.items(), dtype, device)
 
