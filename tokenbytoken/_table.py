@@ -21,6 +21,7 @@ MARKER = re.compile("⟨[^⟨⟩\n]*⟩")
 MARKER_WIDTH = 10  # letters that a measured value takes in text, its marks included, whatever it is
 GAP = "   "
 NOTHING = "–"
+PHRASE = 60  # letters from which a text is set in several lines in the page
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Table:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """A plain table: heads of columns and rows are ``th`` with a scope, numbers have the class ``number``."""
+        """A plain table: heads of columns and rows are ``th`` with a scope, numbers have the class ``number``, and a
+        column of sentences ``words``: it alone may break lines."""
         heads = "".join(map(self._head, range(len(self.heads))))
         lines = ['<table class="tbt">']
         lines += [f"<caption>{_html(self.caption)}</caption>"] if self.caption else []
@@ -62,7 +64,9 @@ class Table:
         return f'<th scope="col"{self._class(column)}>{_html(self.heads[column])}</th>'
 
     def _class(self, column: int) -> str:
-        return ' class="number"' if self.numbers[column] else ""
+        if self.numbers[column]:
+            return ' class="number"'
+        return ' class="words"' if any(len(line[column]) > PHRASE for line in self.cells) else ""
 
 
 def table(
