@@ -3,12 +3,13 @@
     python book/experiments/needle.py               every point that needle.json lacks (about 40 minutes, one thread)
     python book/experiments/needle.py --needles 1   the first needle of each length alone
 
-Filler is the book's own passage, over and over. One sentence, "The secret number of the harbour is 4182.", stands at a
-depth of 0 (oldest) to 1 (newest). The text ends with "The secret number of the harbour is", and eight four-digit numbers
-are scored by the probability of their digits; the seven wrong ones belong to other places. ``found`` says whether the
-right one is the likeliest, ``written`` whether greedy decoding writes it. The control is the same text without the needle.
-Each text is read once. Then its cache is rounded in place: as it is, FP8 (E4M3, a scale for each head and token), INT8
-in the same way, and four bits (a scale for 32 numbers of a head). Resumable: a point is written when it is known.
+Filler is the book's own passage, over and over. One sentence, "The secret number of the harbour is 4182.", stands at
+a depth of 0 (oldest) to 1 (newest). The text ends with "The secret number of the harbour is", and eight four-digit
+numbers are scored by the probability of their digits; the seven wrong ones belong to other places. ``found`` says
+whether the right one is the likeliest, ``written`` whether greedy decoding writes it. The control is the same text
+without the needle. Each text is read once. Then its cache is rounded in place: as it is, FP8 (E4M3, a scale for each
+head and token), INT8 in the same way, and four bits (a scale for 32 numbers of a head). Resumable: all depths of a
+length and needle are written together.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def asked(model: tbt.Decoder, question: list[int], state: tbt.DecoderState, numb
     return {"log_probabilities": [round(score, 4) for score in scores], "written": written}
 
 
-def points(model: tbt.Decoder, length: int, needle: int, forms: dict[str, Callable[[Tensor], Tensor]]) -> Iterator[dict[str, Any]]:
+def points(
+    model: tbt.Decoder, length: int, needle: int, forms: dict[str, Callable[[Tensor], Tensor]]
+) -> Iterator[dict[str, Any]]:
     """All depths of one length and needle, and the control, with every form of the cache."""
     encode = tbt.load_tokenizer(SOURCE).encode
     filler, sentence, question = texts(encode, length, needle)
@@ -148,7 +151,7 @@ def main() -> int:
                 model=SOURCE, trained_length=8192, lengths=LENGTHS, depths=DEPTHS, needles=arguments.needles,
                 cpu=tbt.measure.machine(), torch=torch.__version__, python=platform.python_version(),
                 date=datetime.now(timezone.utc).date().isoformat(), command="python book/experiments/needle.py",
-                minutes=round(sum(point["seconds"] for point in record["points"] if point["cache"] == "4 bits") / 60, 1),
+                minutes=round(sum(p["seconds"] for p in record["points"] if p["cache"] == "4 bits") / 60, 1),
             )  # fmt: skip
             save(record)
             print(length, needle, [(p["depth"], p["cache"], p["found"], p["written"]) for p in found][:3], flush=True)
