@@ -137,9 +137,10 @@ def clocks(where: torch.device) -> dict[str, float] | None:
     if where.type == "cuda":
         said = _nvidia("--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", f"--id={where.index or 0}")
         try:
-            return dict(zip(("gpu", "memory", "gpu at most"), map(float, said[0].split(",")), strict=True)) if said else None
+            now = [float(clock) for clock in said[0].split(",")] if said else []
         except ValueError:  # "[N/A]"
             return None
+        return dict(zip(("gpu", "memory", "gpu at most"), now, strict=True)) if now else None
     try:
         with open("/proc/cpuinfo") as info:
             cores = [float(line.partition(":")[2]) for line in info if line.startswith("cpu MHz")]
