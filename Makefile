@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help book serve test lint edit execute refresh colab test-colab test-matrix measure bench clean
+.PHONY: help book serve test lint edit execute refresh colab test-colab test-matrix measure records bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -57,6 +57,9 @@ test-matrix: $(STAMP)  ## the notebooks again on 1 and 2 threads, on older instr
 
 measure: $(STAMP)  ## calibrate this machine and print what it reaches
 	@env -u OMP_WAIT_POLICY $(PY) -m tokenbytoken calibrate
+
+records: $(STAMP)  ## show a record of `python -m tokenbytoken measure` in the book: make records RECORD=record.json
+	@$(PY) book/_tools/file_record.py $(RECORD)
 
 bench: $(STAMP)  ## this package beside transformers and the machine's limits
 	@env -u OMP_WAIT_POLICY $(PY) -m benchmarks

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tokenbytoken as tbt
 from tokenbytoken.checkpoints import open_source
 from tokenbytoken.checkpoints.tensors import Part
-from tokenbytoken.layers import MoE, Router, feed_forward, route
+from tokenbytoken.layers import MoE, Router, devices, feed_forward, route
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -311,7 +311,8 @@ def test_groups_are_multiplied_where_torch_has_a_kernel_for_them(monkeypatch: py
             ("cuda", torch.bfloat16, (8, 0), 12, False),
             ("cpu", torch.bfloat16, (8, 0), 16, False),
         ):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+            known = devices.Kind(device, 0, None if device == "cpu" else capability, on_host=device == "cpu")
+            monkeypatch.setattr(devices, "kind", lambda _, known=known: known)
             weight = torch.empty(8, width, 24, device=device, dtype=dtype)
             assert feed_forward._has_grouped_product(weight) == want
 

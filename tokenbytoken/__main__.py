@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 #: The file of each command.
-COMMANDS = {"generate": "writing", "size": "sizing", "calibrate": "calibrating"}
+COMMANDS = {"generate": "writing", "size": "sizing", "calibrate": "calibrating", "measure": "measuring"}
 
 
 class _Parser(argparse.ArgumentParser):

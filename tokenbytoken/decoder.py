@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._numbers import whole
 from .config import DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, RopeConfig
+from .layers import devices
 from .layers.norm import RMSNorm
 from .layers.rope import rotate, rotation
 
@@ -162,7 +163,7 @@ class DecoderState:
         self.padding = padding
         self.length = length
         self.batch_size = len(padding)
-        self.padded = padding.device.type != "meta" and bool(padding.any())  # read once, not in each pass
+        self.padded = padding.device.type != "meta" and bool(devices.read(padding.any()))  # read once, not in each pass
         self._marks: WeakSet[Mark] = WeakSet()  # those that still describe what the state holds
 
     @property
@@ -358,7 +359,7 @@ class Decoder(nn.Module):
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64, not {tokens.dtype}")
         if not checked and not tokens.is_meta:
-            low, high = (int(t) for t in torch.aminmax(tokens))
+            low, high = devices.read(torch.stack(torch.aminmax(tokens)))
             if low < 0 or high >= self.config.vocab_size:
                 bad = low if low < 0 else high
                 raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
@@ -379,8 +380,9 @@ def _check_padding(padding: Sequence[int] | Tensor, batch_size: int, max_length:
         raise ValueError(f"padding must hold one count for each of {batch_size} rows, not shape {tuple(pads.shape)}")
     if pads.dtype.is_floating_point or pads.dtype == torch.bool:
         raise ValueError(f"padding must be integers, not {pads.dtype}")
-    if bool((pads < 0).any()):
-        raise ValueError(f"padding must not be negative: {pads.tolist()}")
-    if bool((pads >= max_length).any()):
-        raise ValueError(f"padding {pads.tolist()} leaves no room for a real token in max_length {max_length}")
+    counts: list[int] = devices.read(pads)
+    if min(counts) < 0:
+        raise ValueError(f"padding must not be negative: {counts}")
+    if max(counts) >= max_length:
+        raise ValueError(f"padding {counts} leaves no room for a real token in max_length {max_length}")
     return pads.to(torch.int64, copy=True)  # fixed at creation, whatever the caller does to its own tensor

@@ -26,6 +26,7 @@ from matplotlib.patches import Patch
 import tokenbytoken as tbt
 from tokenbytoken import plot
 from tokenbytoken.config import AttentionConfig, LatentAttentionConfig, MambaConfig, MoEConfig
+from tokenbytoken.measure import kit
 
 BOOK = Path(__file__).resolve().parents[1]
 MODELS = {
@@ -243,6 +244,7 @@ def measurements() -> str:
         lines += [f"Top to bottom, kernel start included, on {times['cpu']}, {times['threads']} threads.", ""]
         lines += ["| chapter | seconds |", "|---|--:|"]
         lines += [f"| {name} | {seconds:.0f} |" for name, seconds in sorted(times["payload"]["seconds"].items())]
+    lines += ["", *machines_side_by_side([run for run in records if run.get("format") == kit.FORMAT])]
     return "\n".join(lines) + "\n"
 
 
@@ -253,6 +255,38 @@ def beside(compared: list[dict[str, Any]]) -> Iterator[str]:
         for way, seconds in others:
             start = f"| {line['model']} | {line['work']} | {'' if own == 'this package' else own} "
             yield f"{start}| {1e3 * mine:.1f} ms | {way} | {seconds / mine:.2f} |"
+
+
+def machines_side_by_side(runs: list[dict[str, Any]]) -> list[str]:
+    """What `python -m tokenbytoken measure` measures, a column for each machine; what was not measured stays open."""
+    columns: list[tuple[str, dict[str, Any] | None]] = []
+    for kind, some in (
+        ("CPU", [run for run in runs if run["device"] == "cpu"]),
+        ("GPU", [run for run in runs if run["device"] != "cpu"]),
+    ):
+        names = [run["device"] if kind == "GPU" else f"{run['cpu']}, {run['threads']} threads" for run in some]
+        columns += list(zip(names, some, strict=True)) or [(kind, None)]
+    lines = ["## Machines side by side", ""]
+    lines += ["Milliseconds, medians; in brackets measured ÷ predicted by the machine's own calibration.", ""]
+    lines += [f"| | {' | '.join(name for name, _ in columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for one in kit.MEASUREMENTS:
+        held = [None if run is None else run["payload"].get(one.name) for _, run in columns]
+        labels = dict.fromkeys(label for entry in held if entry for label in entry.get("seconds", {})) or {"": None}
+        for label in labels:
+            name = f"{one.chapter}: {one.title}" + (f"; {one.across} = {label}" if label else "")
+            lines.append(f"| {name} | {' | '.join(cell(entry, label) for entry in held)} |")
+    return lines
+
+
+def cell(entry: dict[str, Any] | None, label: str) -> str:
+    """One time of one machine, or why there is none."""
+    if entry is None:
+        return "not measured yet"
+    time = entry.get("seconds", {}).get(label)
+    if time is None:
+        return str(entry.get("unavailable") or ("failed" if "failed" in entry else "not measured yet"))
+    ratio = f" ({time['median'] / time['predicted']:.1f})" if time["predicted"] else ""
+    return f"{1e3 * time['median']:.3g}{ratio}{', disturbed' if entry['disturbed'] else ''}"
 
 
 def svg(fig: Figure) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._numbers import positive
 from ..cost.recipes import recipes
 from ..decoder import Decoder
+from ..layers import devices
 from ..layers.feed_forward import Experts, Router, asked_in_turn
 from .number_formats import (
     BLOCK,
@@ -61,14 +62,15 @@ def probe(device: str | torch.device = "cpu", format: str = "e4m3") -> frozenset
             except (RuntimeError, ValueError, NotImplementedError, AttributeError):
                 continue
             want = a.dequantize() @ b.dequantize().T
-            if bool(((got - want).abs() <= 2**-7 * want.abs().max()).all()):  # it may round to bfloat16
+            if devices.read(((got - want).abs() <= 2**-7 * want.abs().max()).all()):  # it may round to bfloat16
                 found.add(granularity)
     return frozenset(found)
 
 
 def _scaled_product(x: QuantizedTensor, w: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """x (T, K) · wᵀ (K, N) by the device's own FP8 product; scales one for each tensor, or one for each row."""
-    out = dtype if x.values.device.type == "cpu" else torch.bfloat16  # row-wise scales on a GPU give bfloat16 only
+    # Row-wise scales on a GPU give bfloat16 only.
+    out = dtype if devices.kind(x.values.device).on_host else torch.bfloat16
     y = torch._scaled_mm(x.values, w.values.t(), scale_a=x.scales, scale_b=w.scales.t(), out_dtype=out)
     return y.to(dtype)
 
@@ -111,7 +113,7 @@ class OneByteLayer(nn.Module):
         if self.activations is None or not x.numel():  # no tokens, no scale
             return F.linear(x, weight.dequantize(x.dtype), bias)
         codes = quantize(x.reshape(-1, x.shape[-1]), self.format, self.activations, bound=self.activation_bound)
-        wanted = self.matmul == "scaled" or (self.matmul == "auto" and x.device.type != "cpu")
+        wanted = self.matmul == "scaled" or (self.matmul == "auto" and not devices.kind(x.device).on_host)
         granularity = self._scaled(weight) if wanted else None
         if granularity is None:
             return F.linear(codes.dequantize(x.dtype).view(x.shape), weight.dequantize(x.dtype), bias)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import AttentionConfig
+from . import devices
 from .cache import PLAIN, Cache, Entry, Format
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def attend(
     block = max(1, min(block_rows or BLOCK_ROWS, BLOCK_SCORES // (B * H * S)))
     hidden = torch.finfo(q.dtype).min  # finite, so that a row that sees nothing (a pad) stays finite
     # On a GPU it is not read, for which the host would wait in each layer: a mask over all columns costs less there.
-    longest = 0 if padding is None else int(padding.max()) if padding.device.type == "cpu" else S
+    longest = 0 if padding is None else devices.read(padding.max()) if padding.device.type == "cpu" else S
     for first in range(0, T, block):
         b = min(block, T - first)
         seen = S - T + first + b

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import MoEConfig, SwiGLUConfig
+from . import devices
 
 __all__ = ["Experts", "MoE", "Router", "SwiGLU", "route"]
 
@@ -165,11 +166,10 @@ def asked_in_turn(
 def _has_grouped_product(weight: Tensor) -> bool:
     """Whether torch multiplies groups of rows whose bounds lie on this device, by one kernel: bfloat16, from 8.0 on."""
     return (
-        weight.device.type == "cuda"
-        and weight.dtype == torch.bfloat16
+        weight.dtype == torch.bfloat16
         and weight.shape[1] % 8 == weight.shape[2] % 8 == 0  # rows of whole 16 bytes
         and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+        and (devices.kind(weight.device).capability or (0, 0)) >= devices.BF16
     )
 
 
@@ -192,7 +192,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (n, M)
         weights, chosen = self.router(rows)
-        on_host = x.device.type in ("cpu", "meta") or not hasattr(self.experts, "mixed")
+        on_host = devices.kind(x.device).on_host or not hasattr(self.experts, "mixed")
         out = (self._expert_by_expert if on_host else self.experts.mixed)(rows, weights, chosen)
         out = out.to(x.dtype).view(x.shape)  # summed in the router's dtype, rounded once
         return out if self.shared is None else out + self.shared(x)
@@ -215,4 +215,5 @@ class MoE(nn.Module):
         if chosen.is_meta:
             each, more = divmod(chosen.numel(), E)
             return [each + (expert < more) for expert in range(E)]
-        return chosen.flatten().bincount(minlength=E).tolist()
+        loads: list[int] = devices.read(chosen.flatten().bincount(minlength=E))
+        return loads

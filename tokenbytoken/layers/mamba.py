@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import MambaConfig
+from . import devices
 from .norm import RMSNorm
 from .operations import product
 
@@ -99,7 +100,7 @@ def selective_scan(
     chunks on a GPU, where each step of the loop would be a launch of its own. Raises ValueError for another name.
     """
     if scan == "auto":
-        scan = "chunked" if x.device.type not in ("cpu", "meta") and x.shape[1] > 1 else "loop"
+        scan = "loop" if devices.kind(x.device).on_host or x.shape[1] == 1 else "chunked"
     if scan not in SCANS:
         raise ValueError(f"scan must be 'auto', {', '.join(map(repr, SCANS))}, not {scan!r}")
     block = max(1, (LOOP_BLOCK if scan == "loop" else PARALLEL_BLOCK) // (x.shape[0] * A.numel()))

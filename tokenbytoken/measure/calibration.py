@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost import Accelerator, PassTime, roofline
+from ..layers import devices
 from .computer import cpu_model, device_or, ram, watching
 from .counting import count
 from .printing import Calibrated, in_unit, measured
@@ -148,17 +149,15 @@ class Calibration:
 
     def accelerator(self) -> Accelerator:
         """This machine as an :class:`~tokenbytoken.cost.Accelerator`, for ``tbt.predict``."""
-        if self.device == "cuda":
-            name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-        else:
-            name, memory = cpu_model(), ram()
+        here = devices.kind(torch.device(self.device))
+        name, memory = (cpu_model(), ram()) if here.on_host else (here.name, here.memory)
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         return Accelerator(
             name=name,
             memory_bytes=memory,
             bandwidth=self.bandwidth,
             flops={dtype: self.rates[max(self.rates)]},
-            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
+            capability=here.capability,
             operation_seconds=self.operation,
             measured=True,
             source="calibrated on this machine",
@@ -196,6 +195,9 @@ class Calibration:
 # Matrices like those of one decoder layer, in shapes that no model of this book has: (out, in).
 _LAYER = ((640, 640), (224, 640), (224, 640), (640, 640), (1792, 640), (1792, 640), (640, 1792))
 _LARGE = (40_000, 640)
+# A GPU reads 16 MB in the 5 µs that it takes to start an operation: there the matrices are eight times as wide, and the
+# working sets hold whole layers of them, so that starting them does not set the figure.
+_WIDER, _GPU_SIZES = 8, (1024, 2048)
 _MB = 1_000_000
 
 
@@ -207,16 +209,18 @@ def calibrate(
     ``quick`` takes under four seconds on two cores; otherwise more repeats and one larger working set.
     """
     where = device_or(device)
-    gpu = where.type == "cuda"
+    gpu = not devices.kind(where).on_host
+    wider = _WIDER if gpu else 1
     repeats = 5 if quick else 15
-    sizes = [2, 8, 32, 128, 256] + ([1024] if gpu or not quick else [])  # MB; the last ones exceed any cache
+    sizes = list(_GPU_SIZES) if gpu else [2, 8, 32, 128, 256, *([] if quick else [1024])]  # MB; no cache holds the last
     rows = [1, 2, 4, 8, 16, 32, 64, 128, 256] + ([512, 1024, 2048] if gpu else [])
     with torch.inference_mode(), watching() as load:
         pool = _filled(sizes[-1] * _MB // dtype.itemsize, where=where, dtype=dtype)
-        matrices = _matrices(pool)
+        matrices = _matrices(pool, wider)
         parts = [_first(matrices, size * _MB) for size in sizes]
-        large = pool[: math.prod(_LARGE)].view(_LARGE)
-        one = _filled(1, _LARGE[1], where=where, dtype=dtype)
+        tall = (_LARGE[0], _LARGE[1] * wider)
+        large = pool[: math.prod(tall)].view(tall)
+        one = _filled(1, tall[1], where=where, dtype=dtype)
 
         reads: dict[str, Callable[[], object]] = {f"{i}": _cycle(part, 1) for i, part in enumerate(parts)}
         reads["large"] = lambda: nn.functional.linear(one, large)
@@ -224,7 +228,7 @@ def calibrate(
         bandwidth = [_bytes(part) / times[f"{i}"].median for i, part in enumerate(parts)]
         rates = {
             float(_bytes(part)): _rates(part, rows, repeats=repeats // 2 + 1, where=where)
-            for part in (parts[0], parts[sizes.index(128)])
+            for part in (parts[0], parts[-1 if gpu else sizes.index(128)])
         }
         operations, chain = _small_operations(where, dtype)
         small = timed(chain, repeats=3 * repeats, warmup=3, device=where)
@@ -262,16 +266,17 @@ def _rates(matrices: list[Tensor], rows: Sequence[int], *, repeats: int, where: 
 
 def _filled(*shape: int, where: torch.device, dtype: torch.dtype) -> Tensor:
     """Written once, so that its pages exist; on a GPU random, because a constant draws less power and runs faster."""
-    if where.type == "cuda":
-        return torch.randn(shape, device=where, dtype=dtype)
+    if not devices.kind(where).on_host:
+        return torch.empty(shape, device=where, dtype=dtype).normal_()
     return torch.full(shape, 0.01, device=where, dtype=dtype)
 
 
-def _matrices(pool: Tensor) -> list[Tensor]:
-    """The pool cut into matrices, layer after layer, as far as it reaches."""
+def _matrices(pool: Tensor, wider: int = 1) -> list[Tensor]:
+    """The pool cut into matrices, layer after layer, as far as it reaches; both sides ``wider`` times as long."""
     made = 0
     matrices: list[Tensor] = []
-    for shape in itertools.cycle(_LAYER):
+    for rows, columns in itertools.cycle(_LAYER):
+        shape = (rows * wider, columns * wider)
         end = made + math.prod(shape)
         if end > pool.numel():
             return matrices

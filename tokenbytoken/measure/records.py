@@ -18,8 +18,7 @@ import torch
 from .._paths import BOOK
 from .computer import busy, cpu_model, driver
 
-__all__ = ["record", "reference"]
-
+__all__ = ["provenance", "record", "record_path", "reference", "write_json"]
 
 _RECORDS = BOOK / "measurements"
 
@@ -31,13 +30,18 @@ def record(name: str, payload: Mapping[str, Any], *, command: str | None = None)
     only when the environment has ``TBT_RECORD=1``, and returns the path; otherwise does nothing and
     returns None, so that a chapter may call it on every machine. ``payload`` is JSON of plain numbers.
     """
-    gpu = torch.cuda.is_available()
-    path = _record_path(name, torch.cuda.get_device_name() if gpu else None)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    path = record_path(name, gpu)
     if os.environ.get("TBT_RECORD") != "1":
         return None
-    entry = {
-        "name": name,
-        "device": torch.cuda.get_device_name() if gpu else "cpu",
+    write_json(path, {"name": name, **provenance(gpu), "command": command or _command(), "payload": payload})
+    return path
+
+
+def provenance(gpu: str | None) -> dict[str, Any]:
+    """Where and when: device (a GPU's name, or none for the CPU), driver, processor, threads, versions, load, date."""
+    return {
+        "device": gpu or "cpu",
         "driver": driver() if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
         "cpu": cpu_model(),
@@ -47,15 +51,16 @@ def record(name: str, payload: Mapping[str, Any], *, command: str | None = None)
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": command or _command(),
-        "payload": payload,
     }
+
+
+def write_json(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write a record whole or not at all; a folder that is missing is made. ValueError for what JSON cannot hold."""
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)  # fails before the old file is gone
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)  # a run that is stopped leaves the old record whole
-    return path
 
 
 def reference(name: str, gpu: str | None = None) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def reference(name: str, gpu: str | None = None) -> dict[str, Any]:
     That of the CPU, or of a ``gpu`` by the name that its driver gives it. Raises ValueError, naming those that exist,
     when there is none of this name.
     """
-    path = _record_path(name, gpu)
+    path = record_path(name, gpu)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in _RECORDS.glob("*.json"))) or "none"
         raise ValueError(f"there is no reference run {name!r} (there are: {known})")
@@ -72,7 +77,8 @@ def reference(name: str, gpu: str | None = None) -> dict[str, Any]:
     return entry
 
 
-def _record_path(name: str, gpu: str | None = None) -> Path:
+def record_path(name: str, gpu: str | None = None) -> Path:
+    """Where the record of this name is kept, of the CPU or of a GPU. ValueError for a name that is no file's."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"a record's name has small letters, digits, '.', '_' and '-', not {name!r}")
     where = "" if gpu is None else "." + re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._numbers import not_negative, whole
+from ..layers import devices
 
 __all__ = ["Sampling", "distribution", "draw", "read_tokens", "sample"]
 
@@ -103,7 +104,7 @@ def read_tokens(chosen: Tensor) -> list[int]:
 
     Raises ValueError if one of them is −1, which says that its logits were not finite.
     """
-    tokens: list[int] = chosen.tolist()
+    tokens: list[int] = devices.read(chosen)
     _check_finite(all(token >= 0 for token in tokens))
     return tokens
 
@@ -123,7 +124,7 @@ def sample(
     as :class:`Sampling` does, and for logits that are not finite.
     """
     chosen = Sampling(temperature, top_k, top_p).choose(logits, (generator,))
-    _check_finite(bool((chosen >= 0).all()))
+    _check_finite(bool(devices.read((chosen >= 0).all())))
     return chosen
 
 
@@ -133,7 +134,7 @@ def distribution(logits: Tensor, temperature: float = 0.0, top_k: int | None = N
     At temperature 0 all of it lies on the greedy token. Raises ValueError as :func:`sample` does.
     """
     probabilities = Sampling(temperature, top_k, top_p).distribution(logits)
-    _check_finite(bool(probabilities.isfinite().all()))
+    _check_finite(bool(devices.read(probabilities.isfinite().all())))
     return probabilities
 
 
