@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 import tokenbytoken as tbt
+from tokenbytoken.layers import Attention
+from tokenbytoken.layers.cache import Cache
 
 BOOK = Path(__file__).resolve().parents[1]
 RECORD = BOOK / "experiments" / "needle.json"
@@ -46,8 +48,9 @@ def as_it_is(x: Tensor) -> Tensor:
 
 def one_byte(dtype: str) -> Callable[[Tensor], Tensor]:
     """Rounds keys or values (B, K, S, D) as :func:`tokenbytoken.quantize_cache` keeps them."""
-    kept = tbt.quantize_cache(tbt.load(SOURCE), dtype)
-    form = next(module.cache_format for module in kept.modules() if hasattr(module, "cache_format"))
+    mixer = tbt.quantize_cache(tbt.load(SOURCE), dtype).mixers[0]
+    assert isinstance(mixer, Attention)
+    form = mixer.cache_format
     return lambda x: form.decode(form.encode(x), x.dtype)
 
 
@@ -110,11 +113,12 @@ def points(
         done = place
         state = before.copy()
         read(model, put + filler[place:], state)
-        held = [{name: part.clone() for name, (part,) in layer.parts.items()} for layer in state.layers]
+        caches = [layer for layer in state.layers if isinstance(layer, Cache)]
+        held = [{name: part.clone() for name, (part,) in cache.parts.items()} for cache in caches]
         for form, rounded in forms.items():
-            for layer, parts in zip(state.layers, held, strict=True):
+            for cache, parts in zip(caches, held, strict=True):
                 for name, part in parts.items():
-                    layer.parts[name][0].copy_(rounded(part))
+                    cache.parts[name][0].copy_(rounded(part))
             answer = asked(model, question, state, numbers)
             scores = answer["log_probabilities"]
             yield {
