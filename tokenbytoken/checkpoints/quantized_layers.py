@@ -69,7 +69,7 @@ def probe(device: str | torch.device = "cpu", format: str = "e4m3") -> frozenset
 
 def _scaled_product(x: QuantizedTensor, w: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """x (T, K) · wᵀ (K, N) by the device's own FP8 product; scales one for each tensor, or one for each row."""
-    out = dtype if devices.kind(x.values.device).on_host else torch.bfloat16  # row-wise scales on a GPU give bfloat16 only
+    out = dtype if devices.kind(x.values.device).on_host else torch.bfloat16  # row-wise scales on a GPU give that only
     y = torch._scaled_mm(x.values, w.values.t(), scale_a=x.scales, scale_b=w.scales.t(), out_dtype=out)
     return y.to(dtype)
 

@@ -212,7 +212,7 @@ def calibrate(
     gpu = not devices.kind(where).on_host
     wider = _WIDER if gpu else 1
     repeats = 5 if quick else 15
-    sizes = list(_GPU_SIZES) if gpu else [2, 8, 32, 128, 256, *([] if quick else [1024])]  # MB; the last exceed any cache
+    sizes = list(_GPU_SIZES) if gpu else [2, 8, 32, 128, 256, *([] if quick else [1024])]  # MB; beyond any cache
     rows = [1, 2, 4, 8, 16, 32, 64, 128, 256] + ([512, 1024, 2048] if gpu else [])
     with torch.inference_mode(), watching() as load:
         pool = _filled(sizes[-1] * _MB // dtype.itemsize, where=where, dtype=dtype)

@@ -52,7 +52,7 @@ class Bench:
         return devices.kind(self.where)
 
     def model(self, config: DecoderConfig) -> Decoder:
-        """A decoder of this shape, in float32, with random weights (each block of a million of them the same, on a CPU)."""
+        """A decoder of this shape, in float32, with random weights (on a CPU the same million over and over)."""
         if self.layers is not None:
             config = dataclasses.replace(config, layers=config.layers[: self.layers])
         with torch.device("meta"):

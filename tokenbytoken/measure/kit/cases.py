@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ...config import DecoderConfig
+from ...config import AttentionConfig, DecoderConfig, MambaConfig, MixerConfig
 from ...layers import devices
 from ...layers.attention import attend
 from ...models import published
@@ -125,12 +125,7 @@ def hybrid(bench: Bench) -> Cases:
     """Jamba's order of layers at an eighth of its width, and the same with attention in each."""
     block = published["jamba-v0.1"]
     block = dataclasses.replace(block, layers=block.layers[:8], hidden_size=512, vocab_size=512)
-    small = tuple(
-        dataclasses.replace(
-            one, feed_forward=None, mixer=dataclasses.replace(one.mixer, **narrower(one.mixer))
-        )
-        for one in block.layers
-    )
+    small = tuple(dataclasses.replace(one, feed_forward=None, mixer=narrower(one.mixer)) for one in block.layers)
     hybrid = dataclasses.replace(block, layers=small)
     twin = dataclasses.replace(block, layers=(small[4],) * 8)
     cases = {}
@@ -141,9 +136,12 @@ def hybrid(bench: Bench) -> Cases:
     return cases
 
 
-def narrower(mixer: object) -> dict[str, int]:
-    """The fields of a mixer at a width of 512."""
-    return {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64} if hasattr(mixer, "num_heads") else {"inner_size": 1024}
+def narrower(mixer: MixerConfig) -> MixerConfig:
+    """A mixer of the same kind at a width of 512."""
+    if isinstance(mixer, AttentionConfig):
+        return dataclasses.replace(mixer, num_heads=8, num_kv_heads=2, head_dim=64)
+    assert isinstance(mixer, MambaConfig)
+    return dataclasses.replace(mixer, inner_size=1024)
 
 
 def graphs(bench: Bench) -> Cases:
