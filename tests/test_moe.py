@@ -317,7 +317,7 @@ def test_groups_are_multiplied_where_torch_has_a_kernel_for_them(monkeypatch: py
             ("cpu", torch.bfloat16, (8, 0), 16, False),
         ):
             asked = None if device == "cpu" else capability
-            monkeypatch.setattr(devices, "kind", lambda _, asked=asked: devices.Kind(device, 0, asked, asked is None))
+            monkeypatch.setattr(devices, "kind", lambda _, asked=asked: devices.Kind("", 0, asked, asked is None))
             weight = torch.empty(8, width, 24, device=device, dtype=dtype)
             assert feed_forward._has_grouped_product(weight) == want
 

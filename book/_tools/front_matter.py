@@ -220,7 +220,7 @@ def measurements() -> str:
 
 
 def machines_side_by_side(runs: list[dict[str, Any]]) -> list[str]:
-    """What `python -m tokenbytoken measure` measures, a column for each machine; none is filled in for one not measured."""
+    """What `python -m tokenbytoken measure` measures, a column for each machine; nothing is filled in."""
     columns: list[tuple[str, dict[str, Any] | None]] = []
     for kind, some in (
         ("CPU", [run for run in runs if run["device"] == "cpu"]),
