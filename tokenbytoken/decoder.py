@@ -359,7 +359,7 @@ class Decoder(nn.Module):
         if tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"tokens must be int64, not {tokens.dtype}")
         if not checked and not tokens.is_meta:
-            low, high = devices.read(torch.stack(torch.aminmax(tokens)))
+            low, high = (devices.read(t) for t in torch.aminmax(tokens))
             if low < 0 or high >= self.config.vocab_size:
                 bad = low if low < 0 else high
                 raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")

@@ -60,4 +60,4 @@ def kind(device: torch.device) -> Kind:
 
 def read(tensor: Tensor) -> Any:
     """The numbers of a tensor as Python's, nested as its axes are: the host waits for the device here."""
-    return tensor.tolist()
+    return tensor.tolist() if tensor.dim() else tensor.item()
