@@ -9,7 +9,7 @@ unless ``answered`` gives zeros and notes the shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tokenbytoken as tbt
@@ -38,6 +39,24 @@ def device() -> torch.device:
     return torch.device("pretended", 0)
 
 
+class _ListsAsTensors(TorchFunctionMode):
+    """A list among indices becomes a tensor by ``make``: torch would make one with numbers.
+
+    (Not by a patch of ``Tensor.__getitem__``: once that is undone, torch no longer makes tensors of lists of tensors.)
+    """
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__getitem__":
+            held, index = args
+            at = index if isinstance(index, tuple) else (index,)
+            args = held, tuple(self.make(i, device=held.device) if isinstance(i, list) else i for i in at)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str = "H100") -> Iterator[torch.device]:
     """What is made inside lies on it. No random numbers are drawn: for that torch wants a real one."""
@@ -56,16 +75,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str = "H100") -> Iterator[tor
         like = made(data, dtype=dtype, device="cpu")
         return torch.empty(like.shape, dtype=like.dtype, device=where if device is None else device)
 
-    def chosen(held: Tensor, index: Any) -> Any:
-        at = index if isinstance(index, tuple) else (index,)
-        return get(held, tuple(tensor(i, device=held.device) if isinstance(i, list) else i for i in at))
-
-    made, get = torch.tensor, torch.Tensor.__getitem__
-    monkeypatch.setattr(torch.Tensor, "__getitem__", chosen)  # it makes tensors of lists
+    made = torch.tensor
     # The first remembers what it was made from, and wants to compute with that.
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, tensor)
-    with _MODE, where:
+    with _MODE, where, _ListsAsTensors(tensor):
         yield where
 
 

@@ -91,7 +91,7 @@ class _Runner:
         prompt, start = sequence.request.prompt, sequence.pushed
         if sequence.state is None:
             sequence.state = self.model.new_state(1, len(prompt))
-        piece = torch.tensor([list(prompt[start : start + count])], device=self.device)
+        piece = torch.as_tensor(prompt[start : start + count], device=self.device)[None]
         if count < sequence.unread:
             self.model(piece, sequence.state, logits="none", checked=True)
             return None
