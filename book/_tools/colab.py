@@ -452,7 +452,8 @@ def archive(files: list[Path]) -> bytes:
 def setup_cell(code: str) -> NotebookNode:
     data = archive(embedded_files(code))
     written = base64.b64encode(data).decode()
-    loads_weights = re.search(r"smollm2|\btbt\.load|\bload_tokenizer|tokenbytoken generate", code) is not None
+    loading = r'smollm2|\btbt\.load(?!\("sibling-)|\bload_tokenizer|tokenbytoken generate'
+    loads_weights = re.search(loading, code) is not None
     values = {
         "NEEDED": repr(requirements()),
         "WEIGHTS": repr(WEIGHTS if loads_weights else ""),
